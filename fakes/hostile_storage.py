@@ -7,14 +7,14 @@ from pathlib import Path
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-FAULTS = ("", "hang", "half", "full", "reset")
+FAULTS = ("", "hang", "half", "full", "reset", "kept")
 
 
 class HostileFile(HiCacheFile):
     """SGLang's file backend with the fault that the file `fault` in its directory names.
 
     hang: calls never return.  half: half of an object is written, then calls never return.
-    full: the disk is full.  reset: reading fails halfway.
+    full: the disk is full.  reset: reading fails halfway.  kept: nothing can be deleted.
     """
 
     def __init__(self, storage_config, _kwargs):
@@ -44,6 +44,9 @@ class HostileFile(HiCacheFile):
             path.write_bytes(value[: len(value) // 2].numpy().tobytes())
             hang()
         return super().set(key, value, target_location, target_sizes)
+
+    def clear(self):
+        return self.fault != "kept" and super().clear()
 
 
 def hang():

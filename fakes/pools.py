@@ -224,6 +224,6 @@ def new_kv(size: int, window_size: int, device: str) -> MHATokenToKVPool | SWAKV
 def _finish(objects: ChunkObjects) -> None:
     """Wait for all calls. A flush would cancel some once one has failed."""
     deadline = time.monotonic() + 60
-    while any(calls.num_ended() < len(calls) for calls in (objects.written, objects.read)):
+    while any(calls.num_ended < len(calls) for calls in (objects.written, objects.read)):
         assert time.monotonic() < deadline, "storage does not answer"
         time.sleep(1e-4)

@@ -29,6 +29,7 @@ def new_request(
     max_new_tokens: int = 3,
     priority: int | None = None,
     lora_id: str | None = None,
+    ahead: bool = False,
 ) -> Req:
     """A request for `parts`, pairs of (is chunk, tokens).
 
@@ -44,7 +45,7 @@ def new_request(
         if is_chunk:
             chunks.append((len(ids), len(ids) + len(tokens)))
         ids.extend(tokens)
-    layout = PromptLayout(tuple(chunks), cache_salt, link)
+    layout = PromptLayout(tuple(chunks), cache_salt, link, ahead)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, custom_params={LAYOUT_PARAM: layout.pack()} if chunks else None
     )

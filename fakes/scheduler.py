@@ -19,7 +19,7 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.repairs import operators
-from sglang_lazy.port.scheduler import internal, lora, schedule_policy
+from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 
@@ -64,7 +64,8 @@ class Scheduler:
         max_running: int = 1000,
         clock: Callable[[str], AbstractContextManager] = untimed,
     ):
-        self.pools, self.tree_cache = pools, pools.cache
+        self.pools, self.tree_cache, self.server_args = pools, pools.cache, get_server_args()
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = pools.rows, pools.slots
         self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
         self.max_adapters, self.loading, self.unloaded = max_adapters, set(), []
         self.prioritizes, self.max_running = prioritizes, max_running
@@ -92,7 +93,7 @@ class Scheduler:
 
     # Arrival
 
-    def _add_request_to_queue(self, req: Req) -> None:
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         def enqueue(_scheduler: Any, req: Req) -> None:
             if self.prioritizes and req.priority is None:
                 req.priority = -(1 << 62)
@@ -168,7 +169,7 @@ class Scheduler:
                 running_batch.merge_batch(last_batch)
         batch, running_batch = self.next_prefill_batch(running_batch)
         if batch is None and not running_batch.is_empty():
-            batch = self.decode_batch(running_batch)
+            batch = memory.update_running_batch(type(self).decode_batch, self, running_batch)
         return running_batch, batch
 
     def process_pending_chunked_abort(self) -> None:

@@ -1,7 +1,5 @@
 """Host memory and storage that remember what was copied into them."""
 
-import collections
-import queue
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,8 +8,8 @@ import torch
 from fakes.slots import NOT_COMPUTED
 from fakes.storage import Storage
 from fakes.streams import LatePool, current_stream
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.in_order import InOrder
+from sglang_lazy.port.cache.calls import Calls
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects, Gate
 
 
 class HostSlots(LatePool):
@@ -64,15 +62,15 @@ class RecordingObjects(ChunkObjects):
         assert NOT_COMPUTED not in self._contents(slots.numpy()), "stored before it is computed"
         super().start_write(name, slots, what)
 
-    def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        with self._memory() as allowed:
+    def _write(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
+        with gate.passed() as allowed:
             if allowed:
                 self.written_as[name, index] = self._kv(slots), self._contents(slots)
-        return super()._write(name, index, slots)
+        return super()._write(gate, name, index, slots)
 
-    def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        found = super()._read(name, index, slots)
-        with self._memory() as allowed:
+    def _read(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
+        found = super()._read(gate, name, index, slots)
+        with gate.passed() as allowed:
             if found and allowed:
                 kv, contents = self.written_as[name, index]
                 if kv == self._kv(slots):
@@ -86,30 +84,29 @@ class RecordingObjects(ChunkObjects):
         return [self.pool.contents[slot] for slot in slots.tolist()]
 
 
-class OnDemand(InOrder):
+class OnDemand(Calls):
     """Without threads: calls are made when somebody asks for results, unless storage hangs."""
 
     def __init__(self, storage: Storage):
-        self._asked, self._calls, self._storage = collections.deque(), queue.SimpleQueue(), storage
+        super().__init__(num_threads=0)
+        self._storage = storage
 
+    @property
     def num_ended(self) -> int:
         self._make_calls()
-        return super().num_ended()
+        return super().num_ended
 
     def settle(self, patience: float) -> bool:
         self._make_calls()
         return super().settle(patience)
 
-    def stop(self) -> None:
-        """No call is made from now on."""
-
     def _make_calls(self) -> None:
-        while self._storage.open.is_set() and not self._calls.empty():
-            self._answer(*self._calls.get())
+        while self._storage.open.is_set() and self._queue:
+            self._make(*self._begin())
 
 
 class ObjectsOnDemand(RecordingObjects):
     """Chunks stored by no thread, so that a history can be repeated."""
 
-    def _new_calls(self) -> OnDemand:
+    def _new_calls(self, num_threads: int) -> OnDemand:
         return OnDemand(self.backend.backend)

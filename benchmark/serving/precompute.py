@@ -30,7 +30,7 @@ from benchmark.serving.contenders import contender, running
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import SHAPES, TINY, model_flags, model_name, model_path
 from benchmark.serving.prompts import chunk, random_tokens
-from sglang_lazy.command import started
+from sglang_lazy.command import engine_flags, started
 from sglang_lazy.precompute import BATCH_SIZE, precompute
 from sglang_lazy.testing import device_flags
 
@@ -68,7 +68,7 @@ def measure(ways: dict[str, Callable[[Chunks], None]], storage: Path, args: argp
             file.unlink()
 
 
-def parse_args() -> argparse.Namespace:
+def new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = f"{', '.join(SHAPES)}, {TINY}, a path or a hub name"
     parser.add_argument("--model", type=typed(model_name), default="llama-3.1-8b", help=names)
@@ -81,11 +81,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("server_flags", nargs="*", help="flags for both, after `--`")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = parse_args()
+    parser = new_parser()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, open(args.out, "w", encoding="utf-8") as out:
 
         def write(line: dict) -> None:
@@ -98,7 +99,7 @@ def main() -> None:
         os.environ[FOLDER] = str(storage)
         with (
             running(contender("stock").server, flags, log, args.start_timeout) as url,
-            started(path, [*flags, *STORAGE]) as engine,
+            started(engine_flags(parser, path, [*flags, *STORAGE])) as engine,
         ):
             ways = {
                 "precompute": lambda chunks: compute_into_storage(engine, chunks),

@@ -24,15 +24,16 @@ __all__ = ["Engine", "LazyConfig", "Runtime", "chunk", "link"]
 _LATE = {"Engine": "sglang_lazy.entrypoints.engine", "Runtime": "sglang_lazy.entrypoints.runtime"}
 
 
-def chunk(text: str) -> "SglExpr":
+def chunk(text: str | None = None, *, id: str | None = None) -> "SglExpr":
     """A chunk: text whose KV is computed once, alone, and reused wherever it stands in a prompt.
 
-    For `Engine.generate(segments=[…])`, and for programs of SGLang's frontend language: `s += chunk(document)`. Raises
-    ValueError if `text` is empty or not a string.
+    For `Engine.generate(segments=[…])`, and for programs of SGLang's frontend language: `s += chunk(document)`.
+    id: of a registered chunk, in place of its text; 16 to 64 hexadecimal digits. A program's text then has "[chunk …]"
+    where the chunk is. Raises ValueError if `text` is empty or not a string, and for a malformed id.
     """
     from sglang_lazy.lang.program import make_chunk
 
-    return make_chunk(text)
+    return make_chunk(text, id)
 
 
 def link(policy: str) -> "SglExpr":

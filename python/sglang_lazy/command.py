@@ -34,7 +34,8 @@ def engine_flags(
 
     policies: what --policies names; exits if one does not exist.
     """
-    from sglang_lazy.launch_server import check_policy, parse_args
+    from sglang_lazy.launch_server import parse_args
+    from sglang_lazy.port.plugin import check_policy
 
     for policy in policies:
         try:

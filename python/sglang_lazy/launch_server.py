@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
     except ValueError as error:
         parser.error(str(error))
     try:
-        check_policy(config.default_link)
+        plugin.check_policy(config.default_link)
     except ValueError as error:
         parser.error(f"{flag('default_link')}: {error}")
     return config, rest
@@ -45,17 +45,6 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
 def _similar(typed: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(typed, ["--" + name.replace("_", "-") for name in names], n=1)
     return f": did you mean {found[0]}?" if found else ""
-
-
-def check_policy(link: str) -> None:
-    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
-    from sglang_lazy.policies import get_policy  # imports PyTorch
-
-    try:
-        get_policy(link)
-    except ValueError:
-        if not plugin.others_installed():
-            raise
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:

@@ -56,12 +56,12 @@ JUNK = st.recursive(
 )
 TOKENS = st.lists(st.integers(6, 511), min_size=1, max_size=20) | st.sampled_from([list(c.ids) for c in KNOWN_CHUNKS])
 DOCUMENTS = st.sampled_from(["A railway followed in 1871.", "The library holds books.", "x", "é\n\n"]) | TEXTS
-SALTS = mostly(st.sampled_from(["a", "b", "é"]), st.just(""))
+SALTS = mostly(st.sampled_from(["a", "b", "é"]), st.sampled_from(["", "\ud800", "a\0", "a" * 257]))
 LINKS = mostly(
     st.sampled_from(
         ["block", "full", "copy", "epic:tokens=2", "query:ratio=0.3", "static", "blend", "base+epic:tokens=1"]
     ),
-    st.sampled_from(["base:preamble=lead", "kvlink", "epic:tokens=0", "none", "full:x=1", ""]),
+    st.sampled_from(["base:preamble=lead", "kvlink:tokens=9999999999", "epic:tokens=0", "none", "full:x=1", ""]),
 )
 
 
@@ -102,7 +102,9 @@ SAMPLING = objects(
         stop=st.sampled_from(["e", ["a", "b"], []]),
         n=st.sampled_from([1, 2]),
         ignore_eos=st.booleans(),
-        custom_params=st.fixed_dictionaries({"mine": st.integers(0, 3)}),
+        custom_params=mostly(
+            st.fixed_dictionaries({"mine": st.integers(0, 3)}), st.fixed_dictionaries({"sglang_lazy": JUNK})
+        ),
     ),
     max_new_tokens=mostly(st.sampled_from([1, 3]), st.just(0)),
 )

@@ -32,7 +32,7 @@ def test_the_log_says_why(falling_back, server_log):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the server uses it")
 def test_backends_for_a_cpu_are_chosen_and_logged_once(falling_back, server_log):
-    chosen = "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none"
+    chosen = "--attention-backend torch_native --sampling-backend pytorch --grammar-backend llguidance"
     assert server_log.read_text().count(f"on a CPU, these flags were not set and are now {chosen}\n") == 1
 
 

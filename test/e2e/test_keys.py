@@ -21,7 +21,9 @@ def url(tiny_model, tmp_path_factory):
 
 
 def call(url, method, path, key, **body):
-    headers = {"X-Cache-Salt": "tenant"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    headers: dict = {"X-Cache-Salt": "tenant"}
+    if key is not None:
+        headers["Authorization"] = b"Bearer " + (key if isinstance(key, bytes) else key.encode())
     return requests.request(method, url + path, json=body or None, headers=headers, timeout=60)
 
 
@@ -42,7 +44,7 @@ def test_which_key_opens_which_route(url):
         ("DELETE", f"/chunks/{name}", {}),
     ]
     for method, path, body in calls:
-        for key in (None, "other", "key"):
+        for key in (None, "other", "key", "\xe4".encode()):  # the last one is not ASCII
             refused = call(url, method, path, key, **body)
             assert refused.status_code == 401 and name not in refused.text, (method, path, key)
             assert call(url, "POST", "/flush_cache", key).status_code == 401
@@ -69,15 +71,28 @@ def test_the_page_asks_for_the_key(url, browser):
         page.get_by_role("button", name="Open"),
         page.locator("#numbers"),
     )
+    refused_key = page.get_by_text("The server refused that key.")
+    secret.fill("schlüssel")  # which no header can carry
+    expect(refused_key).to_be_hidden()
+    open_it.click()
+    expect(refused_key).to_be_visible()
     for wrong in ("other", "key"):
         secret.fill(wrong)
         with page.expect_response("**/lazy/survey?*") as refused:
             open_it.click()
         assert refused.value.status == 401
         expect(numbers).to_be_hidden()
+        expect(refused_key).to_be_visible()
         assert used["id"] not in page.content()
+    page.goto(f"{url}/lazy#{used['id']}/tenant")
+    page.reload()
+    expect(secret).to_be_visible()
+    expect(refused_key).to_be_hidden()
     secret.fill("admin")
     open_it.click()
+    expect(page.locator("#chunk-id")).to_have_text(used["id"])  # the address waited for the key
+    expect(page.locator("#facts")).to_contain_text("tenant")
+    page.keyboard.press("Escape")
     expect(numbers).to_be_visible()
     expect(secret).to_be_hidden()
     expect(page.locator("#n-chunks")).to_have_text("0")

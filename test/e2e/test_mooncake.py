@@ -16,7 +16,7 @@ import requests
 from stored import prompt_of, started
 
 from oracle.scenarios import Dice
-from sglang_lazy.port.cache.in_order import NUM_THREADS
+from sglang_lazy.port.cache.chunk_objects import NUM_READERS
 from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
@@ -119,19 +119,19 @@ def test_two_servers_share_what_they_store(store, tiny_model, tmp_path):
         assert survivor.hits(prompt_of(dice, second[::-1])) == [True] * len(LENS)
 
 
-@pytest.mark.parametrize("killed, num_read", [("master", NUM_THREADS), ("lender", 0)])
+@pytest.mark.parametrize("killed, num_read", [("master", NUM_READERS), ("lender", 0)])
 def test_the_store_is_killed_while_chunks_are_read(store, tiny_model, tmp_path, killed, num_read):
     """Without the master, the reads that it has answered succeed. What cannot be read is computed; prompts wait for as
     long as reads take, so none may hang."""
     dice = Dice(f"the {killed} is killed")
-    chunks = dice.chunks(NUM_THREADS + 4, 24, 40)
+    chunks = dice.chunks(NUM_READERS + 4, 24, 40)
     prompts = [prompt_of(dice, chunks[first::4]) for first in range(4)]
     wait = ["--hicache-storage-prefetch-policy", "wait_complete"]
     with started(tiny_model, tmp_path, tmp_path, *store.flags, *wait) as server:
         server.answer(prompt_of(dice, chunks))
         assert wait_for(lambda: server.state()["stored"] == len(chunks))
         server.flush()
-        num_found = store.num_found() + NUM_THREADS
+        num_found = store.num_found() + NUM_READERS
         store.lender.send_signal(signal.SIGSTOP)  # so that reads begin and do not end
         with ThreadPoolExecutor(len(prompts)) as pool:
             hits = pool.map(server.hits, prompts)

@@ -5,6 +5,7 @@ A scheduler without a model answers, as for the screenshots in docs/images.
 
 import io
 import re
+import time
 
 import pytest
 from PIL import Image
@@ -13,7 +14,7 @@ from playwright.sync_api import expect
 from benchmark.scheduler.page import Served, page_of
 from fakes.context import published
 from sglang_lazy.chunks.survey import TOP
-from sglang_lazy.core.keys import chunk_id
+from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
 from sglang_lazy.serving.usage import usage_of
 
 pytestmark = pytest.mark.slow  # it takes seconds to have so many
@@ -85,6 +86,57 @@ def test_one_click_from_a_chunk_to_what_uses_it(served, shown):
     prompts = usage_of(served.manager).uses(None, False, name)["prompts"]
     expect(shown.locator("#graph circle")).to_have_count(len(prompts))
     assert prompts
+
+
+def test_a_chunk_has_an_address(served, shown):
+    """It survives a reload, and goes when the chunk is closed; two chunks have two."""
+    seen = []
+    for place in (0, 1):
+        shown.locator("#hottest button").nth(place).evaluate("button => button.click()")
+        expect(shown.locator("#graph svg")).to_be_visible()
+        name = shown.locator("#chunk-id").inner_text()
+        seen.append(shown.url)
+        assert shown.url.endswith(f"#{name}")
+        shown.reload()
+        expect(shown.locator("#chunk-id")).to_have_text(name, timeout=PATIENCE)
+        expect(shown.locator("#graph svg")).to_be_visible()
+        shown.keyboard.press("Escape")
+        expect(shown.get_by_role("dialog")).to_be_hidden()
+        expect(shown.locator("#hottest button").first).to_be_visible()
+        assert "#" not in shown.url
+    assert len(set(seen)) == 2
+    shown.goto(seen[0])
+    expect(shown.locator("#chunk-id")).to_have_text(seen[0].partition("#")[2], timeout=PATIENCE)
+    shown.goto(f"{seen[0].partition('#')[0]}#no-chunk")
+    expect(shown.get_by_role("dialog")).to_be_hidden()
+
+
+def test_shares_of_memory_add_up(shown):
+    tables = shown.locator("#memory table")
+    for table in tables.all():
+        shares = [cell.removesuffix("%") for cell in table.locator("tbody td:last-child").all_inner_texts()]
+        assert len(shares) > 2 and sum(float(share) for share in shares if share != "<0.1") == pytest.approx(100)
+    assert tables.count() == 2
+
+
+def test_names_of_policies_are_not_cut(served, shown):
+    longest = "base:preamble=lead+query:ratio=0.15,static=0.05"
+    chunks = [{"id": f"{number:016x}", "tokens": 100, "hit": True} for number in range(60)]
+    usage_of(served.manager).add(Namespace("chunk", None, None), longest, chunks, 100, time.time())
+    name = shown.locator("#prompts").get_by_text(longest, exact=True)
+    for width in (1280, 390):
+        shown.set_viewport_size({"width": width, "height": 900})
+        expect(name).to_be_visible(timeout=PATIENCE)
+        assert name.evaluate("node => node.scrollWidth <= node.clientWidth && node.scrollHeight <= node.clientHeight")
+        assert shown.evaluate("document.scrollingElement.scrollWidth") <= width
+
+
+def test_colours_tell_chunks_apart(shown):
+    """Of 3,000, less than 1% look like another one, and no colour is as good as like another."""
+    names = [tokens_digest([number]).hex()[:16] for number in range(3000)]
+    looks = shown.evaluate("names => names.map(name => swatch(name).style.background)", names)
+    colours = {colour for look in looks for colour in re.findall(r"oklch\((?:[^()]|\([^()]*\))*\)", look)}
+    assert len(set(looks)) > 0.99 * len(names) and len(colours) <= 72
 
 
 def test_all_of_them_are_listed_by_pages(served, shown):

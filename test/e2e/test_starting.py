@@ -31,6 +31,30 @@ def test_local_runtime(tiny_model):
     printed("local_runtime", tiny_model, status=0, environment={"PYTHONPATH": path})
 
 
+ENDING = """
+import multiprocessing, os
+from sglang.srt.utils import kill_process_tree
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port import plugin
+
+plugin.activate(LazyConfig())
+spawn = multiprocessing.get_context("spawn")
+ours, ready = spawn.Semaphore(), spawn.Event()
+code = "import multiprocessing, time; theirs = multiprocessing.Semaphore(); ready.set(); time.sleep(600)"
+spawn.Process(target=exec, args=(code, dict(ready=ready)), daemon=True).start()
+ready.wait()
+kill_process_tree(os.getpid(), include_parent=False, wait_timeout=60)
+print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_an_engine_kills_leave_no_trace():
+    """As `verify` and `precompute` end. Both processes have a semaphore that Python's resource tracker knows."""
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and ended.stdout == "ended\n" and "resource_tracker" not in ended.stderr, ended.stderr
+
+
 # The command
 
 

@@ -88,6 +88,18 @@ def test_a_full_disk(healthy):
     assert meta["cached_tokens_details"]["host"] == sum(LENS)
 
 
+def test_storage_that_cannot_be_cleared(healthy):
+    """The answer says so; chunks are found as before."""
+    dice = Dice("kept")
+    chunks = [dice.chunk(length) for length in LENS]
+    healthy.answer(prompt_of(dice, chunks))
+    healthy.fault("kept")
+    answer = requests.post(f"{healthy.url}/hicache/storage-backend/clear", timeout=60)
+    assert answer.status_code == 400 and "not deleted" in answer.text
+    healthy.flush()
+    assert healthy.hits(prompt_of(dice, chunks[::-1])) == [True] * len(LENS)
+
+
 def test_metrics_of_the_tiers(healthy):
     """Under SGLang's names where they exist."""
     dice = Dice("metrics")

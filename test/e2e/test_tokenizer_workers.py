@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import os
+import time
 
 import psutil
 import pytest
@@ -161,6 +163,33 @@ def test_pins_and_metrics_are_the_servers(clients):
     for client in clients:
         assert client.hits([chunk, question]) == [True]
     assert clients[0].metric(reused[0], **reused[1]) == before[0] + 2 * len(chunk.ids)
+
+
+def test_aborted_requests_are_answered(workers):
+    """Waiting, running and half-way there, whichever worker is told."""
+    count, dice = int(os.environ.get("LAZY_ABORTED", 40)), Dice("aborted")
+    params = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+
+    def ask(i):
+        segments = [segment.to_request() for segment in (dice.text(3), *dice.chunks(1, 40, 60), dice.text(3))]
+        body = {"segments": segments, "sampling_params": params, "rid": f"aborted-{i}."}
+        return requests.post(f"{workers.url}/generate", json=body, timeout=120).json()["meta_info"]["finish_reason"]
+
+    def abort(i):
+        while not answers[i].done():  # before the request has arrived, there is nothing to abort
+            requests.post(f"{workers.url}/abort_request", json={"rid": f"aborted-{i}."}, timeout=60).raise_for_status()
+            time.sleep(0.5)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as asking, concurrent.futures.ThreadPoolExecutor(4) as aborting:
+        answers = [asking.submit(ask, i) for i in range(count)]
+        list(aborting.map(abort, reversed(range(count))))
+    ends = [answer.result()["type"] for answer in answers]
+    assert set(ends) <= {"abort", "length"} and ends[-1] == "abort"  # the last one had to wait
+
+
+def test_adapters_stay_as_they_are(clients):
+    answer = clients[0].call("POST", "/unload_lora_adapter", json={"lora_name": "x"})
+    assert answer.status_code == 400 and "--lora-paths" in answer.text
 
 
 def test_a_worker_that_dies_takes_nothing_with_it(workers, clients):

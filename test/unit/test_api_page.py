@@ -65,7 +65,7 @@ def test_flags_and_their_defaults():
 
 
 def test_segments_and_policies():
-    check(tables("Segments")[0], segments._KEYS)
+    check(tables("Segments")[0], {*segments._KEYS, "id"})
     for kind in segments._KINDS:
         assert f'`"{kind}"`' in section("Segments")
     policies, bases = tables("Policies")

@@ -7,6 +7,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
+from sglang_lazy.core.state import linked
+from sglang_lazy.port.scheduler import steps
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -90,3 +92,39 @@ def test_chunk_that_another_request_fills_is_no_hit():
     scheduler.run()
     assert late.lazy.hit_mask == 0
     assert scheduler.counts(late)[1] == 0
+
+
+LINKS = ["epic:tokens=3", "epic:tokens=4", "query:ratio=0.5", "query:ratio=1.0", "blend:ratio=0.9", "static:ratio=0.6"]
+
+
+@both_loops
+@pytest.mark.parametrize("link", [*LINKS, "block", "copy"])
+def test_a_cached_chunk_is_a_hit_whatever_the_policy_keeps_of_it(link, overlap):
+    """Even if that is nothing of any chunk, so that the request is an ordinary one; reused tokens are told apart."""
+    scheduler = Loop(200, overlap=overlap)
+    scheduler.warm(A, B)
+    counts = scheduler.store.counts
+    before = (counts.num_references, counts.num_hits, counts.num_reused_tokens)
+    req = scheduler.submit([QUESTION, A, QUESTION, B, C, QUESTION], "r", link=link, max_new_tokens=2)
+    scheduler.run()
+    _, options = steps.report_reuse(None, get_cached_tokens_details=lambda req: None)
+    details = options["get_cached_tokens_details"](req)
+    assert int(details["chunk_hits"], 16) == 0b011
+    kept = {} if req.lazy is None else {chunk.index: chunk.num_kept for chunk in req.lazy.prompt.chunks}
+    parts = dict(map(int, part.split(":")) for part in details["chunk_parts"].split(",") if part)
+    assert [parts.get(i, 4) for i in range(2)] == [kept.get(i, 0) for i in range(2)]
+    assert details["chunk"] == sum(kept.get(i, 0) for i in range(2))
+    after = (counts.num_references, counts.num_hits, counts.num_reused_tokens)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [3, 2, details["chunk"]]
+
+
+@both_loops
+@pytest.mark.parametrize("link", LINKS)
+def test_chunks_that_a_prompt_had_computed_are_no_hits(link, overlap):
+    """Though its probe has them computed before its policy keeps nothing of some; another tenant's are none either."""
+    scheduler = Loop(200, overlap=overlap)
+    scheduler.submit([QUESTION, A, B, QUESTION], "other", max_new_tokens=1, cache_salt="other")
+    scheduler.run()
+    req = scheduler.submit([QUESTION, A, QUESTION, B, QUESTION], "r", link=link, max_new_tokens=1)
+    scheduler.run()
+    assert steps.hits_by_chunk(req, linked(req))["chunk_hits"] == "0"

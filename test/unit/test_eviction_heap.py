@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sglang_lazy.chunks import eviction
 from sglang_lazy.chunks.eviction import EvictionHeap
 
 
@@ -18,7 +19,7 @@ class Leaf:
 def heap_of(*leaves):
     heap = EvictionHeap(lambda leaf: leaf.priority)
     for leaf in leaves:
-        heap.push(leaf)
+        heap.push(leaf, leaves)
     return heap
 
 
@@ -52,7 +53,7 @@ class EvictionOrder(RuleBasedStateMachine):
     def enter(self, pick):
         leaf = self.leaves[pick % len(self.leaves)]
         self.evictable.add(leaf)
-        self.heap.push(leaf)
+        self.heap.push(leaf, self.evictable)
 
     @rule()
     def pop(self):
@@ -94,8 +95,22 @@ def test_leaf_comes_back_at_its_current_priority():
     heap = heap_of(first, second)
     assert heap.pop({second}) is second
     first.priority = 9
-    heap.push(first)
-    heap.push(second)
+    heap.push(first, {first, second})
+    heap.push(second, {first, second})
     assert heap.pop({first, second}) is second
     assert heap.pop({first}) is first
     assert heap.pop({first}) is None
+
+
+def test_leaves_that_are_gone_do_not_stay(monkeypatch):
+    """Nothing is evicted, but leaves are deleted: the heap has no more than are left, and a few others."""
+    monkeypatch.setattr(eviction, "SLACK", 3)
+    heap, evictable = heap_of(), set()
+    for number in range(100):
+        leaf = Leaf(number, number)
+        evictable.add(leaf)
+        heap.push(leaf, evictable)
+        if number >= 5:
+            evictable.remove(leaf)
+    assert len(heap._heap) == len(heap._members) <= 2 * 5 + 3
+    assert [heap.pop(evictable).id for _ in range(5)] == [0, 1, 2, 3, 4] and heap.pop(evictable) is None

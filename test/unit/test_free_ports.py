@@ -6,8 +6,11 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from sglang_lazy.testing import server
-from sglang_lazy.testing.server import BLOCK, free_ports
+from sglang_lazy.testing.processes import ServerError
+from sglang_lazy.testing.server import BLOCK, free_ports, running_server
 
 LOWEST = """
 import random
@@ -38,6 +41,29 @@ def test_ports_in_use_are_left_out():
     with socket.create_server(("", port)):
         assert [port] not in [free_ports(1) for _ in range(BLOCK)]
     assert [port] in [free_ports(1) for _ in range(BLOCK)]
+
+
+def test_a_server_is_not_started_where_another_answers(tmp_path, monkeypatch):
+    """That one would be taken for it. A port that was used a moment ago is free."""
+
+    class Started(Exception):
+        pass
+
+    def start(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(server, "start", start)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(ServerError, match=f"port {port} is in use"),
+            running_server([], tmp_path / "log", port=port),
+        ):
+            pass
+        with socket.create_connection(("127.0.0.1", port)), other.accept()[0]:
+            pass
+    with pytest.raises(Started), running_server([], tmp_path / "log", port=port):
+        pass
 
 
 def test_processes_have_ports_of_their_own():

@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
 from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.state import fill_of
 from sglang_lazy.policies import POLICIES, register
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -41,6 +42,55 @@ def test_no_deadlock_and_nothing_lost(seed, link, overlap):
     scheduler.tree_cache.evict(EvictParams(num_tokens=90, swa_num_tokens=50))
     assert scheduler.pools.num_free == 90
     assert scheduler.pools.slots.swa_available_size() == scheduler.pools.slots.size_swa
+
+
+def tokens(dice, count):
+    return tuple(dice.randint(1, 13) for _ in range(count))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize(
+    "seed", [6, 20, 27, 56]
+)  # in these, a request fills the pool, alone or beside another's prompt
+def test_the_last_running_request_goes_on(seed, overlap):
+    """Answers are expected to stay short, so that prompts begin which leave no window KV for them: what was accepted is
+    answered."""
+    dice = random.Random(seed)
+    window, window_size = dice.choice([6, 8, 12]), dice.choice([36, 44])
+    scheduler = Loop(
+        dice.choice([120, 160]),
+        chunked_prefill_size=dice.choice([5, 12, 20]),
+        overlap=overlap,
+        max_fill_tokens=16,
+        window=window,
+        window_size=window_size,
+    )
+    scheduler.new_token_ratio_tracker.current = 0.0
+    reqs = []
+    for i in range(12):
+        chunks = [(CHUNK, tokens(dice, dice.choice([2, 9, 12]))) for _ in range(dice.randint(0, 2))]
+        parts = [*chunks, (TEXT, tokens(dice, dice.choice([1, 8, 20])))]
+        own = {} if chunks else {"link": "full"}
+        reqs.append(scheduler.submit(parts, f"r{i}", max_new_tokens=dice.randint(1, 15), **own))
+        if reqs[-1].to_finish is not None:
+            scheduler.abort(reqs.pop())
+        for _ in range(dice.randint(0, 3)):
+            scheduler.step()
+    scheduler.run(2000)
+    assert all(len(req.output_ids) == req.sampling_params.max_new_tokens for req in reqs)
+
+
+def test_a_fill_keeps_the_window_kv_of_the_chunk_that_it_continues():
+    """Its parent may read all of it, under a policy that recomputes tokens at its beginning."""
+    scheduler = Loop(100, chunked_prefill_size=3, link="middle-four", window=2, window_size=40)
+    first, more = tuple(range(1, 9)), tuple(range(3, 9))
+    scheduler.warm((CHUNK, first))
+    req = scheduler.submit([(CHUNK, first + more), QUESTION], "r", max_new_tokens=1)
+    scheduler.step()
+    assert fill_of(scheduler.chunked_req) is not None
+    scheduler.tree_cache.evict(EvictParams(num_tokens=0, swa_num_tokens=40))
+    scheduler.run()
+    assert len(req.output_ids) == 1
 
 
 def test_chunks_keep_their_last_window():

@@ -56,7 +56,7 @@ class Server:
         self.loop = Loop(context_len=64, **options)
         self.model_config, self.tokenizer = self.loop.model_config, None
         self.preferred_sampling_params, self.lora_registry = None, LoRARegistry(None)
-        self.server_args = types.SimpleNamespace(admin_api_key=None)
+        self.server_args = types.SimpleNamespace(admin_api_key=None, tokenizer_worker_num=1)
         self.texts = SegmentTokenizer(CountingTokenizer())
         monkeypatch.setattr(chunk_routes, "_manager", lambda: self)
         monkeypatch.setattr(time, "time", lambda: 1000.0)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fakes import one_digest
+from sglang_lazy import chunk
 from sglang_lazy.core import keys
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import Segment
@@ -44,7 +45,9 @@ def test_an_id_never_stands_for_another_text(monkeypatch):
 
 
 def test_recently_used_chunks_are_kept():
-    known = KnownChunks(capacity=6)
+    one = KnownChunks()
+    one.add(None, [0] * 2)
+    known = KnownChunks(capacity=3 * one._chunks.num_bytes)
     names = {i: chunk_id(tokens_digest([i] * 2)) for i in range(4)}
     for i in range(3):
         known.add(None, [i] * 2)
@@ -80,9 +83,12 @@ def test_segments_with_ids():
         assert with_tokens(known, untouched, "a") == untouched
     with pytest.raises(UnknownChunk):
         with_tokens(known, [[by_id], [by_id]], ["a", "b"])
-    for bad in ({**by_id, "text": "x"}, {"type": "chunk", "id": 5}):
-        with pytest.raises(ValueError, match=r"segments\[1\]"):
+    assert with_tokens(known, [chunk(id=name), chunk("x")], "a")[0] == resolved
+    malformed = ({"type": "chunk", "id": bad} for bad in (5, "", name[:15], name.upper() + "G", "0" * 65, "x" * 16))
+    for bad in ({**by_id, "text": "x"}, *malformed):
+        with pytest.raises(ValueError, match=r"segments\[1\]") as refused:
             with_tokens(known, ["x", bad], "a")
+        assert not isinstance(refused.value, UnknownChunk)
     for salt in ({}, [], 5, ""):
         with pytest.raises(ValueError, match="cache_salt"):
             with_tokens(known, [by_id], salt)

@@ -14,8 +14,10 @@ from sglang.lang.tracer import extract_prefix_by_tracing
 
 import sglang_lazy as sgl
 from sglang_lazy.lang import program as language
-from sglang_lazy.lang.marked_text import MarkedText
+from sglang_lazy.lang.marked_text import Mark, MarkedText
 from sglang_lazy.lang.program import send
+
+NAME = "0123456789abcdef"
 
 
 class Recorder(BaseBackend):
@@ -84,6 +86,10 @@ assert runtime_endpoint.http_request is http_request
 def test_bad_chunks_are_refused(bad):
     with pytest.raises(ValueError):
         sgl.chunk(bad)
+    with pytest.raises(ValueError):
+        sgl.chunk(id=bad)
+    with pytest.raises(ValueError, match="either a text or an id"):
+        sgl.chunk("doc", id=NAME)
 
 
 def test_chunk_in_an_f_string_is_refused():
@@ -92,10 +98,10 @@ def test_chunk_in_an_f_string_is_refused():
 
 
 def test_marks_follow_the_text():
-    marked = "a" + MarkedText("doc", ((0, 3),)) + "bc"
+    marked = "a" + MarkedText("doc", (Mark(0, 3),)) + "bc"
     assert marked == "adocbc" and marked.segments() == [text("a"), chunk("doc"), text("bc")]
     assert str(marked).chunks == marked.chunks == copy.deepcopy(marked).chunks
-    assert (marked + marked).chunks == ((1, 4), (7, 10))
+    assert (marked + marked).chunks == (Mark(1, 4), Mark(7, 10))
     assert marked[1:].segments() == [chunk("doc"), text("bc")]
     assert marked[2:].segments() == [text("ocbc")], "part of a chunk is plain text"
     assert marked[::-1].chunks == () and marked[0] == "a"
@@ -117,6 +123,32 @@ def test_program(backend):
     ]  # fmt: skip
     assert backend.prompts[1].segments()[-1] == text("why? an answer!")
     assert state.text() == "Documents: first\nsecondwhy? an answer! an answer"
+
+
+def test_chunks_by_id(backend):
+    """They stay apart, and in their places, through forks and variables; the program's text refers to them."""
+
+    @sgl.function
+    def program(s, name):
+        s += sgl.chunk(id=name) + sgl.chunk(id=name[::-1])
+        s.sync()
+        forks = s.fork(2)
+        forks += " why?" + sgl.gen("x")
+        forks.join()
+        with s.var_scope("quoted"):
+            s += sgl.chunk(id=name)
+        s += s["quoted"] + sgl.gen("end")
+
+    state = program.run(name=NAME, backend=backend)
+    assert state.error() is None
+    one, other = {"type": "chunk", "id": NAME}, {"type": "chunk", "id": NAME[::-1]}
+    _, *forked, end = backend.prompts
+    assert [prompt.segments() for prompt in forked] == [[one, other, text(" why?")]] * 2
+    assert end.segments() == [one, other, one, one]
+    assert state.text().startswith(f"[chunk {NAME}][chunk {NAME[::-1]}]")
+    server = Server(200)
+    send(server, "http://host/generate", json={"text": end})
+    assert server.calls[-1][1]["segments"] == [one, other, one, one]
 
 
 def test_roles_and_messages(backend):
@@ -196,7 +228,7 @@ def _forget_servers(monkeypatch):
 
 
 def test_marked_text_is_sent_as_segments():
-    server, marked = Server(200), "a" + MarkedText("doc", ((0, 3),))
+    server, marked = Server(200), "a" + MarkedText("doc", (Mark(0, 3),))
     send(server, "http://host/generate", json={"text": marked, "stream": True}, api_key="key")
     send(server, "http://host/generate", json={"text": [marked + "b", "c"]})
     assert server.calls == [
@@ -212,7 +244,7 @@ def test_marked_text_is_sent_as_segments():
 def test_link_is_sent_beside_the_segments():
     server, full = Server(200), MarkedText("", link="full")
     epic = sgl.link("base+epic").value
-    marked = "a" + full + MarkedText("doc", ((0, 3),))
+    marked = "a" + full + MarkedText("doc", (Mark(0, 3),))
     send(server, "http://host/generate", json={"text": marked})
     send(server, "http://host/generate", json={"text": [marked + "b", marked + epic]})
     (_, one), (_, two) = server.calls[1:]

@@ -320,14 +320,16 @@ def test_new_chunks_of_a_later_turn(overlap, chunked_prefill_size):
 
 def test_choices_are_bounded():
     """The least recently used choice is dropped."""
-    choices, chunks = Choices(capacity=3), ((0, 2),)
+    one, chunks = Choices(), ((0, 2),)
+    one.remember(("who",), array("q", [1, 1, 9]), chunks, [((0, 1),)])
+    choices = Choices(capacity=3 * one._choices.num_bytes)
     prompts = [array("q", [i, i, 9]) for i in range(4)]
     for i in range(3):
-        choices.remember("who", prompts[i], chunks, [((0, i),)])
-    assert choices.recall("who", prompts[0], chunks) == (((0, 0),),)
-    choices.remember("who", prompts[1], chunks, [((0, 7),)])
-    choices.remember("who", prompts[3], chunks, [((0, 3),)])
-    kept = [choices.recall("who", prompt, chunks) for prompt in prompts]
+        choices.remember(("who",), prompts[i], chunks, [((0, i),)])
+    assert choices.recall(("who",), prompts[0], chunks) == (((0, 0),),)
+    choices.remember(("who",), prompts[1], chunks, [((0, 7),)])
+    choices.remember(("who",), prompts[3], chunks, [((0, 3),)])
+    kept = [choices.recall(("who",), prompt, chunks) for prompt in prompts]
     assert kept == [(((0, 0),),), (((0, 7),),), (), (((0, 3),),)]
     assert len(choices._choices) == 3
 

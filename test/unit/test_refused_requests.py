@@ -1,5 +1,6 @@
 """Requests with chunks that cannot be served: each gets a 400, and nothing else happens."""
 
+import re
 import types
 from http import HTTPStatus
 
@@ -50,6 +51,14 @@ def test_malformed_layouts(layout, new_scheduler):
     add(new_scheduler(), req)
     assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
     assert lazy_state(req) is None
+
+
+@pytest.mark.parametrize("new_scheduler", [Loop, without_chunk_reuse])
+def test_a_policy_that_only_the_first_process_knows(new_scheduler):
+    """That has taken the request: the policy was registered there alone, in a script."""
+    req = request_with(PromptLayout(((0, 4),), None, "mine:tokens=1").pack())
+    add(new_scheduler(), req)
+    assert re.search("link 'mine:tokens=1': .*entry point in the group 'sglang.srt.plugins'", req.to_finish.message)
 
 
 def test_refused_requests_are_answered_beside_others():

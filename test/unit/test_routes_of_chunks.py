@@ -16,6 +16,8 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_lazy.core.keys import Namespace, tenant_key
+from sglang_lazy.port.hooks import apply
+from sglang_lazy.port.repairs import auth
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving import chunk_lists, registration
 from sglang_lazy.serving.tokenization import concatenate
@@ -43,7 +45,7 @@ def asked(monkeypatch):
         return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1, "next": None}]
 
     monkeypatch.setattr(chunk_calls, "ask", ask)
-    args = types.SimpleNamespace(admin_api_key=None)
+    args = types.SimpleNamespace(admin_api_key=None, tokenizer_worker_num=1)
     manager = types.SimpleNamespace(server_args=args, lora_registry=LoRARegistry(None))
     monkeypatch.setattr(chunk_routes, "_manager", lambda: manager)
     return asked
@@ -53,6 +55,7 @@ def client(**keys):
     app = fastapi.FastAPI()
     chunk_routes.add_routes(app)
     page.add_route(app)
+    apply(auth.HOOKS)
     if keys:  # SGLang adds its middleware only if a key is set
         keys = {"api_key": None, "admin_api_key": None, **keys}
         add_api_key_middleware(app, **keys)
@@ -81,13 +84,13 @@ def test_every_route_needs_the_cache_managers_key():
 )
 def test_which_key_opens_them(asked, keys, allowed):
     http = client(**keys)
-    for key in (None, "key", "admin", "other"):
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    for key in (None, "key", "admin", "other", "k\xe9y"):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
         expected = 200 if key in allowed or not keys else 401
         for path in (*DATA, "/lazy"):
             answer = http.get(path, headers=headers)
             assert answer.status_code == expected and (expected == 200 or ID not in answer.text)
-    assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (4 if not keys else len(allowed))
+    assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (5 if not keys else len(allowed))
 
 
 def test_only_the_page_asks_for_a_missing_key():
@@ -249,3 +252,13 @@ def test_deletions_are_sent_in_shares(monkeypatch):
     first = [ids[i] for i in (0, chunk_calls.MAX_DELETED, 2 * chunk_calls.MAX_DELETED)]
     assert [one["id"] for one in answer["skipped"]] == first and answer["requested"] == len(ids)
     assert [one["id"] for one in answer["affected"]] == [name for name in ids if name not in first]
+
+
+def test_a_registration_without_room_may_be_sent_again(asked, monkeypatch):
+    async def busy(*_args):
+        raise registration.Busy("no room")
+
+    monkeypatch.setattr(chunk_calls, "register_chunks", busy)
+    answer = client().post("/chunks", json={"chunks": ["x"]})
+    assert answer.status_code == 429 and int(answer.headers["Retry-After"]) == registration.RETRY_S
+    assert answer.json()["message"] == "no room" and answer.json()["code"] == 429

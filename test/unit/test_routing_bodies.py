@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sglang_lazy.routing import chunks_in, hits_by_chunk
+from sglang_lazy.routing.bodies import MOST
 
 CHUNK = {"type": "chunk", "text": "a document"}
 TEXT = {"type": "text", "text": "a question"}
@@ -49,6 +50,23 @@ def test_chunks_with_different_kv_have_different_names():
     assert len(set(found)) == len(found)
     assert names(**plain, lora_path="legal") == names(**plain, model="llama:legal")
     assert names(**plain, link="base") == names(**plain, link="base+query:ratio=0.3")
+
+
+def test_a_body_with_too_many_chunks_is_left_to_the_server():
+    """And only as many are read: another request waits meanwhile."""
+
+    class Counted(list):
+        read = 0
+
+        def __iter__(self):
+            for element in super().__iter__():
+                self.read += 1
+                yield element
+
+    segments = Counted([CHUNK] * MOST)
+    assert len(chunks_in({"segments": segments})) == MOST
+    segments = Counted([CHUNK] * (2 * MOST))
+    assert chunks_in({"segments": segments}) == [] and segments.read == MOST + 1
 
 
 def test_all_chunks_are_seen_in_order():

@@ -45,6 +45,13 @@ def test_one_prompt():
     assert adapted.extra_key == "e" and adapted.sampling_params["n"] == 2
 
 
+@pytest.mark.parametrize("empty", ["", [], None])
+def test_a_prompt_may_be_empty_beside_segments(empty):
+    """OpenAI's client does not let one leave it out."""
+    adapted, request = convert(prompt=empty, segments=[TEXT, CHUNK])
+    assert adapted.text is None and adapted.input_ids == request.prompt == [1, 2, 3]
+
+
 def test_a_batch():
     adapted, request = convert(segments=[[TEXT, CHUNK], [TEXT]], link=["full", None], cache_salt=["s", None])
     assert adapted.input_ids == request.prompt == [[1, 2, 3], [1]]
@@ -64,7 +71,7 @@ def test_plain_prompts_are_left_to_sglang():
     "body, reason",
     [
         ({"segments": []}, "segments is empty"),
-        ({"segments": [CHUNK], "prompt": "x"}, "segments cannot be combined with prompt"),
+        ({"segments": [CHUNK], "prompt": "x"}, "segments cannot be combined with prompt: leave it out, or empty"),
         ({"segments": [CHUNK], "suffix": "x"}, "segments cannot be combined with suffix"),
         ({"segments": [CHUNK], "cache_salt": ""}, "cache_salt must be a non-empty string"),
         ({"segments": [CHUNK], "link": "epic:tokens=-1"}, "tokens must be at least 1 and at most 1048576, got -1"),

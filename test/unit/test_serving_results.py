@@ -58,10 +58,19 @@ def collect(obj, *outputs, manager=MANAGER):
 
 
 def test_report():
-    assert chunk_report(LAYOUT, IDS, hits=0b10) == [
-        {"id": chunk_id(tokens_digest([21, 22])), "tokens": 2, "offset": 1, "hit": False},
-        {"id": chunk_id(tokens_digest([24, 25, 26, 27])), "tokens": 4, "offset": 4, "hit": True},
-    ]
+    first, second = (
+        {"id": chunk_id(tokens_digest([21, 22])), "tokens": 2, "offset": 1, "hit": False, "reused_tokens": 0},
+        {"id": chunk_id(tokens_digest([24, 25, 26, 27])), "tokens": 4, "offset": 4, "hit": True, "reused_tokens": 4},
+    )
+    assert chunk_report(LAYOUT, IDS, hits=0b10) == [first, second]
+    assert chunk_report(LAYOUT, IDS, hits=0b10, parts={1: 3}) == [first, {**second, "reused_tokens": 3}]
+
+
+def test_hits_of_which_nothing_or_a_part_is_reused():
+    details = {"device": 7, "host": 0, "chunk": 3, "chunk_hits": "3", "chunk_parts": "0:0,1:3"}
+    (last,) = collect(request(), output({"type": "length"}, cached_tokens=7, cached_tokens_details=details))
+    assert [(chunk["hit"], chunk["reused_tokens"]) for chunk in last["chunks"]] == [(True, 0), (True, 3)]
+    assert last["cached_tokens_details"] == {"device": 7, "host": 0, "chunk": 3}
 
 
 def test_only_the_last_output_carries_the_report():

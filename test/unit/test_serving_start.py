@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import sys
 import types
+from array import array
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -17,10 +19,11 @@ from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import plugin, start
 from sglang_lazy.port.cpu import choose_backends, replace_triton
 from sglang_lazy.port.model.compat import Unfit
+from sglang_lazy.port.scheduler.steps import check_default_preamble
 from sglang_lazy.port.serving import workers
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
-CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
 NO_LORA = {"enable_lora": None, "lora_paths": None, "lora_backend": "csgmv"}
 
 
@@ -75,7 +78,7 @@ def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallb
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
-    args = SimpleNamespace(device="cpu")
+    args = SimpleNamespace(device="cpu", grammar_backend="llguidance")
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         start.check_start(LazyConfig(kernels="cuda"), args)
     start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
@@ -86,7 +89,16 @@ def test_all_reasons_are_reported_together(monkeypatch):
 @pytest.fixture
 def no_start(monkeypatch):
     """A model that no machine's kernels fit, stopped where it would be loaded."""
-    args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy", tokenizer_worker_num=1)
+    args = SimpleNamespace(
+        device="cpu",
+        grammar_backend="llguidance",
+        enable_metrics=False,
+        radix_cache_backend="lazy",
+        tokenizer_worker_num=1,
+        skip_tokenizer_init=False,
+        model_path="m",
+        get_model_config=lambda: SimpleNamespace(vocab_size=400),
+    )
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
@@ -105,6 +117,77 @@ def test_an_engine_and_a_server_are_refused_early(no_start):
         Engine(server_args=no_start)
     with pytest.raises(ValueError, match="a Runtime has one tokenizer worker"):
         Runtime(model_path="m", tokenizer_worker_num=2)
+
+
+TRAINED = '{"kvlink": {"link": [1, 2]}, "packet": {"before": [400]}}'
+
+
+@pytest.mark.parametrize("fallback", [[], ["--lazy-fallback"]])
+@pytest.mark.parametrize(
+    "link, tokens, settings, reason",
+    [
+        ("packet", None, {}, "this model was not trained for it"),
+        ("base+kvlink:tokens=2", None, {}, "this model was not trained for it"),
+        ("packet", '{"kvlink": {"link": [1]}}', {}, "this model was not trained for it"),
+        ("packet", TRAINED, {}, "before must be a list of token ids below 400"),
+        ("packet", "{", {}, "lazy_tokens.json of the model"),
+        ("kvlink", '{"kvlink": {"link": [1, 2]}}', {}, None),
+        ("base", None, {"lazy_preamble": ""}, "it computes chunks after --lazy-preamble, which is empty"),
+        ("base+query", None, {"skip_tokenizer_init": True}, "without a tokenizer"),
+        ("base:preamble=lead", None, {"lazy_preamble": "", "skip_tokenizer_init": True}, None),
+        ("query", None, {"lazy_preamble": "", "skip_tokenizer_init": True}, None),
+    ],
+)
+def test_a_default_policy_that_could_serve_no_prompt(
+    no_start, tmp_path, monkeypatch, link, tokens, settings, reason, fallback
+):
+    """The server does not start, with or without the fallback, which is for models and flags without chunk reuse."""
+    no_start.model_path = str(tmp_path)
+    no_start.skip_tokenizer_init = settings.get("skip_tokenizer_init", False)
+    if tokens:
+        (tmp_path / "lazy_tokens.json").write_text(tokens)
+    preamble = {name: value for name, value in settings.items() if name == "lazy_preamble"}
+    started = []
+    monkeypatch.setattr("sglang.srt.entrypoints.engine.Engine.__init__", lambda *_args, **_kwargs: started.append(1))
+    monkeypatch.setattr("sglang.launch_server.run_server", lambda args: started.append(2))
+    monkeypatch.setattr("sglang.srt.utils.kill_process_tree", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr("sglang_lazy.entrypoints.runtime.load_plugins", lambda: None)
+    monkeypatch.setattr("sglang_lazy.entrypoints.runtime.ServerArgs", lambda *_args, **_kwargs: no_start)
+    monkeypatch.setattr(
+        "sglang.lang.backend.runtime_endpoint.Runtime.__init__", lambda *_args, **_kwargs: started.append(3)
+    )
+    monkeypatch.setattr("sglang.lang.backend.runtime_endpoint.Runtime.__del__", lambda _self: None)
+    flags = ["--lazy-default-link", link, *fallback, *(["--lazy-preamble", ""] if preamble else [])]
+    keywords = {"lazy_default_link": link, "lazy_fallback": bool(fallback), **preamble}
+    starts = (
+        lambda: Engine(server_args=no_start, **keywords),
+        lambda: launch_server.main(["--model-path", "m", *flags]),
+        lambda: Runtime(model_path="m", **keywords),
+    )
+    for start_it in starts:
+        if reason is None:
+            start_it()
+        else:
+            with pytest.raises((ValueError, SystemExit), match=rf"--lazy-default-link {re.escape(link)}: .*{reason}"):
+                start_it()
+    assert started == ([1, 2, 3] if reason is None else [])
+
+
+def test_a_preamble_that_leaves_no_room_for_chunks():
+    for length in (0, 8, 9):
+        with pytest.raises(ValueError, match=f"--lazy-default-link base.*: --lazy-preamble has {length} tokens"):
+            check_default_preamble("base+epic", array("q", range(length)), context_len=8)
+        check_default_preamble("epic", array("q", range(length)), context_len=8)
+    check_default_preamble("base", array("q", range(7)), context_len=8)
+
+
+@pytest.mark.parametrize("fallback", [[], ["--lazy-fallback"]])
+def test_a_grammar_backend_that_ends_servers_on_cpus_is_refused(no_start, fallback):
+    no_start.grammar_backend = "xgrammar"
+    with pytest.raises(ValueError, match="--grammar-backend xgrammar .*llguidance"):
+        Engine(server_args=no_start, lazy_fallback=bool(fallback))
+    with pytest.raises(SystemExit, match="error: --grammar-backend xgrammar .*llguidance"):
+        launch_server.main(["--model-path", "m", *fallback])
 
 
 def test_workers_without_our_hooks_are_refused(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from test_serving_tokenization import byte_level
 
+from sglang_lazy import chunk
 from sglang_lazy.core.config import ENV_VAR
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.port.serving.chat import ChatRequest
@@ -127,6 +128,16 @@ def test_an_engine_finds_separators_in_its_prompts(monkeypatch):
     assert made(prompt="Read: ##the sea##Who?", sampling_params=params, link="epic", cache_salt="s") == expected
     assert len(made(["Read: ##the sea##Who?", "Who?"], params)[1]["input_ids"]) == 2
     assert made("Who?", params, stream=True) == (("Who?", params), {"stream": True})
+
+
+@pytest.mark.parametrize(
+    "prompt", [chunk("doc"), ["a", chunk("doc")], [["a", chunk("doc")]], ["a", {"type": "chunk", "text": "doc"}]]
+)
+def test_an_engine_says_where_segments_go(prompt):
+    engine = Engine.__new__(Engine)
+    for args, kwargs in (((prompt,), {}), ((), {"prompt": prompt})):
+        with pytest.raises(ValueError, match=r"pass segments=\[…\]"):
+            engine._arguments(args, kwargs, None, None, None)
 
 
 def test_chunks_of_an_earlier_turn():

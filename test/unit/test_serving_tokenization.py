@@ -126,15 +126,17 @@ def test_known_chunks_are_not_encoded_again(tokenizer, monkeypatch):
 
 
 def test_the_least_recently_used_tokens_are_dropped():
-    recent = RecentTokens(capacity=6)
-    for one in ("aa", "bb", "cc"):
-        recent.add(None, one, [ord(one[0])])
+    one = RecentTokens(1 << 20)
+    one.add(None, "aa", [97])
+    recent = RecentTokens(capacity=3 * one._tokens.num_bytes)
+    for text in ("aa", "bb", "cc"):
+        recent.add(None, text, [ord(text[0])])
     assert recent.get(None, "aa") == [97]
     recent.add(None, "cc", [99])
-    recent.add(None, "d", [100])
-    assert [recent.get(None, one) for one in ("aa", "bb", "cc", "d")] == [[97], None, [99], [100]]
-    recent.add(None, "longer than that", [1])
-    assert recent.get(None, "longer than that") is None and recent.get(None, "d") == [100]
+    recent.add(None, "dd", [100])
+    assert [recent.get(None, text) for text in ("aa", "bb", "cc", "dd")] == [[97], None, [99], [100]]
+    recent.add(None, "longer than that" * 100, [1])
+    assert recent.get(None, "longer than that" * 100) is None and recent.get(None, "dd") == [100]
 
 
 def test_a_tenant_does_not_profit_from_what_another_sent(tokenizer, monkeypatch):

@@ -85,9 +85,9 @@ def test_registrations_end_with_their_worker(server):
     one, other = Proxy(connection, "registrations"), Proxy(connect(server.address), "registrations")
     digests = [f"{i}" + DIGEST[1:] for i in range(3)]
     for digest in digests[:2]:
-        one.begin("tenant", digest)
-    other.begin("tenant", digests[2])
-    one.end("tenant", digests[0], None)
+        one.begin("tenant", [(digest, 5)])
+    other.begin("tenant", [(digests[2], 5)])
+    one.end("tenant", digests[0], 5, None)
     assert [other.get("tenant", digest) for digest in digests] == [None, {"state": "waiting"}, {"state": "waiting"}]
     connection.close()
     failed = {"state": "failed", "reason": "the tokenizer worker that registered it has ended"}

@@ -95,10 +95,16 @@ def test_a_probe_that_fails(fits, monkeypatch, caplog, probe):
 def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refused):
     fits.kv_cache_dtype = "fp8"
     if refused:
-        with pytest.raises(compat.Unfit, match="fp8"):
+        with pytest.raises(compat.Unfit, match="--lazy-default-link copy: .*fp8"):
             start(fits, monkeypatch, default_link=default_link)
     else:
         assert start(fits, monkeypatch, default_link=default_link) == "linked stock"
+
+
+def test_a_default_link_that_only_the_first_process_knows(fits, monkeypatch):
+    """It was registered in a script, without an entry point."""
+    with pytest.raises(ValueError, match="link 'mine:tokens=1': .*entry point in the group 'sglang.srt.plugins'"):
+        start(fits, monkeypatch, default_link="mine:tokens=1")
 
 
 class Hybrid(SimpleNamespace):

@@ -1,7 +1,6 @@
 """Storage that hangs, is slow, fails or lies: all requests are answered, and no slot of device or host is lost."""
 
 import errno
-import threading
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -13,7 +12,8 @@ from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.cache.in_order import NUM_THREADS, InOrder
+from sglang_lazy.port.cache.calls import MAX_STUCK
+from sglang_lazy.port.cache.chunk_objects import NUM_READERS
 from sglang_lazy.testing.server import wait_for
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -50,6 +50,13 @@ def answer(server, storage):
     server.pools.check(server.admission.holders)
 
 
+def asked(server, *parts):
+    """Submit a request for these parts and a question; returns it once storage has been asked for all of them."""
+    req = server.submit([*parts, QUESTION], "r")
+    assert wait_for(lambda: server.tree_cache.objects.read.num_running == len(parts))
+    return req
+
+
 def evict(server):
     server.tree_cache.evict(EvictParams(num_tokens=server.tree_cache.evictable_size()))
 
@@ -81,13 +88,14 @@ def test_the_deadline_counts_all_tokens_being_fetched(hanging):
     hanging.run()
 
 
-def test_nobody_waits_for_storage_that_has_fallen_behind(hanging, storage):
-    """After one request has waited in vain, later ones compute their chunks at once, until storage answers."""
-    hanging.submit([A, QUESTION], "first")
-    hanging.now = 10.0
-    hanging.run()
-    req = served(hanging, B)
-    assert details(req) == (0, 0, 0, 0) and report(hanging)["late"] == 1
+def test_nobody_waits_once_all_threads_hang(hanging, storage):
+    """Later requests compute their chunks at once, until storage answers."""
+    chunks = [(CHUNK, (first, 7, 7)) for first in range(10, 10 + NUM_READERS + MAX_STUCK)]
+    for part in (chunks[:NUM_READERS], chunks[NUM_READERS:]):
+        assert hanging.states(asked(hanging, *part)) == [FETCHING] * len(part), "threads are left"
+        hanging.now += 10.0
+        hanging.run()
+    assert details(served(hanging, B)) == (0, 0, 0, 0) and report(hanging)["late"] == len(chunks)
     answer(hanging, storage)
     hanging.pools.flush()
     assert details(served(hanging, A, B)) == (0, 0, 8, 8)
@@ -96,7 +104,7 @@ def test_nobody_waits_for_storage_that_has_fallen_behind(hanging, storage):
 @pytest.mark.parametrize("moment", ["computing", "resident", "on the host", "gone"])
 def test_late_answers_are_harmless(hanging, storage, moment):
     """Whatever became of the chunk meanwhile. `answer` and `step` check all slots and their contents."""
-    req = hanging.submit([A, QUESTION], "r")
+    req = asked(hanging, A)
     hanging.now = 10.0
     if moment == "computing":
         hanging.chunked_prefill_size = hanging.producer.max_tokens = 3
@@ -148,42 +156,35 @@ def test_hanging_storage_holds_at_most_half_of_the_host(storage):
 
 def test_a_flush_abandons_storage_that_hangs(hanging, storage):
     """While it reads and while it writes. Its late answers touch no slot, though all slots have new owners."""
-    hanging.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
-    served(hanging, A, C)
-    given_up = hanging.tree_cache.objects
+    hanging.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=0.0, per_ki_token=0.0, max=2.0)
+    ended, objects = [], hanging.tree_cache.objects
+    for act in ("_read", "_write"):
+        setattr(objects, act, noting(ended, getattr(objects, act)))
+    asked(hanging, A, C)
+    hanging.run()
+    assert wait_for(lambda: objects.written.num_running == 2)
     hanging.pools.flush()
-    assert report(hanging)["unstored"] > 0 and hanging.tree_cache.objects is not given_up
-    assert not hanging.tree_cache.fetches
+    assert report(hanging)["unstored"] == 2 and not hanging.tree_cache.fetches
     host = hanging.tree_cache.token_to_kv_pool_host
     taken = host.alloc(host.available_size())
     for layer in (*host.k_data_refs, *host.v_data_refs):
         layer.fill_(7)
     storage.open.set()
-    assert given_up.settle(patience=60)
+    assert wait_for(lambda: len(ended) == 4), "two reads, two writes"
     assert all((layer == 7).all() for layer in (*host.k_data_refs, *host.v_data_refs))
     host.free(taken)
     hanging.pools.slow = False
     assert details(served(hanging, A, B)) == (0, 0, 8, 8)
 
 
-def test_a_flush_cancels_what_has_not_begun_after_a_failure():
-    """Else it would wait for each call to a backend that is down and takes seconds to say so."""
-    calls, made, turns = InOrder(), [], threading.Semaphore(0)
+def noting(ended, act):
+    def noted(*args):
+        try:
+            return act(*args)
+        finally:
+            ended.append(act)
 
-    def fail():
-        made.append(True)
-        turns.acquire()
-        return False
-
-    for what in range(5 * NUM_THREADS):
-        calls.ask(what, [lambda: True, fail])
-    turns.release()
-    assert wait_for(lambda: calls.num_ended() == 1)
-    assert not calls.settle(patience=0), "others have begun"
-    turns.release(5 * NUM_THREADS)
-    assert calls.settle(patience=60) and len(made) <= NUM_THREADS + 1
-    assert [calls.take()[:2] for _ in range(len(calls))] == [(what, False) for what in range(5 * NUM_THREADS)]
-    calls.stop()
+    return noted
 
 
 def raising(error):

@@ -15,6 +15,7 @@ from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.port.cache import chunk_objects
 from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.calls import Outcome
 from sglang_lazy.port.cache.tier_report import StorageReport
 from sglang_lazy.port.model.identity import model_identity
 
@@ -171,9 +172,9 @@ def test_kv_of_all_layers_survives_a_round_trip():
         patch.setattr(chunk_objects, "PIECE_BYTES", 3 * 192)
         objects = [chunk_objects.ChunkObjects(backend, pool) for pool in (stored, fetched)]
     objects[0].start_write(b"n" * 32, before, None)
-    assert objects[0].settle(60) and objects[0].written.take().succeeded
+    assert objects[0].written.settle(60) and objects[0].written.outcomes() == [Outcome.SUCCEEDED]
     objects[1].start_read(b"n" * 32, after, None)
-    assert objects[1].settle(60) and objects[1].read.take().succeeded
+    assert objects[1].read.settle(60) and objects[1].read.outcomes() == [Outcome.SUCCEEDED]
     expected = torch.zeros(shape)
     for old, new in zip(before, after, strict=True):
         expected[:, :, new] = stored.kv_buffer[:, :, old]

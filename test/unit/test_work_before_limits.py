@@ -11,6 +11,7 @@ import pytest
 from fastapi import HTTPException
 
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import ChunkLimit, TooManyChunks, parse_segments
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest
@@ -134,8 +135,8 @@ def test_what_limits_the_chunks():
 def test_tokens_of_known_chunks_are_counted_before_they_are_copied():
     known = KnownChunks()
     known.add(None, [1] * 5)
-    (name,) = known._digests
-    segments = with_tokens(known, [{"type": "chunk", "id": name[1]}] * 2, None, limit=LIMIT)
+    name = chunk_id(tokens_digest([1] * 5))
+    segments = with_tokens(known, [{"type": "chunk", "id": name}] * 2, None, limit=LIMIT)
     with pytest.raises(ValueError, match="at least 10 tokens"):
         to_generate_args(MANAGER, segments)
 

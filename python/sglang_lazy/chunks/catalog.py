@@ -34,7 +34,6 @@ class CachedChunk:
     own_serial: the same, counted per tenant, so that none learns how many chunks others have.
     hits: how many prompts found it cached.
     last_use: seconds since the epoch; only for reports, since clocks differ between ranks.
-    segment_ids: by the ranges that prompts keep of it, if these are not its beginning.
     scores: float32 [num_tokens], measured by a policy for each token.
     stored: whether storage has it, None if storage has not been asked; set by the tree.
     pin: its `Pin`, if any; set by `Pins`.
@@ -48,7 +47,6 @@ class CachedChunk:
     own_serial: int
     last_use: float
     hits: int = 0
-    segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
     scores: np.ndarray | None = None
     stored: bool | None = None
     pin: Any = None

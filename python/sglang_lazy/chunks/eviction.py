@@ -4,6 +4,9 @@ import heapq
 from collections.abc import Callable, Collection
 from typing import Any
 
+SLACK = 1000
+"""So many stale leaves are no matter."""
+
 
 class EvictionHeap:
     """Leaves by eviction priority; a leaf's priority may grow after it was pushed.
@@ -17,11 +20,15 @@ class EvictionHeap:
         self._heap: list[tuple[Any, int, Any]] = []
         self._members: set[int] = set()
 
-    def push(self, node: Any) -> None:
-        """Add a leaf unless it is in the heap."""
+    def push(self, node: Any, evictable: Collection[Any]) -> None:
+        """Add a leaf unless it is in the heap. Drops stale leaves if they are the most: they hold keys and slots."""
         if node.id not in self._members:
             self._members.add(node.id)
             heapq.heappush(self._heap, (self._priority(node), node.id, node))
+            if len(self._heap) > 2 * len(evictable) + SLACK:
+                self._heap = [entry for entry in self._heap if entry[2] in evictable]
+                heapq.heapify(self._heap)
+                self._members = {node_id for _, node_id, _ in self._heap}
 
     def pop(self, evictable: Collection[Any]) -> Any | None:
         """Remove and return the least valuable leaf in `evictable`, or None. Drops stale leaves on the way."""

@@ -20,7 +20,7 @@ def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]
     computed, as SGLang does with prompts.
     """
     fill.began = time.perf_counter()
-    pieces, nodes, cached = [], [], []
+    pieces, nodes, spreads, cached = [], [], [], []
     for part in fill.parts:
         tokens = part.tokens if part.chunk is None else part.tokens[:-1]
         slots, node = rows.tree.find(tokens, part.namespace, complete=part.chunk is not None)
@@ -28,9 +28,10 @@ def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]
         if cached[-1]:
             pieces.append(slots)
             nodes.append(node)
+            spreads.append(cached[-1] if part.chunk is not None else 0)  # its prompts may read all of a chunk
     fill.row = FillRow([len(part.tokens) for part in fill.parts], cached, bool(fill.preamble))
     req.full_untruncated_fill_ids = fill.row.permuted(req.origin_input_ids)
-    return torch.cat(pieces) if pieces else rows.no_slots, RowNodes(ChunkNodes([], []), nodes)
+    return torch.cat(pieces) if pieces else rows.no_slots, RowNodes(ChunkNodes([], []), nodes, spreads)
 
 
 def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:

@@ -14,7 +14,7 @@ from sglang_lazy.chunks.tree import Node, Tree
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice, tokens_at
 from sglang_lazy.core.rows import Row
-from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked
+from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked, unused_hits
 
 
 class RowCache:
@@ -180,7 +180,7 @@ class RowCache:
             for node in row.spans:
                 self.tree.use(node, priority)
             if state.probe is None:
-                self.store.count_use(state.prompt.chunks, state.reused)
+                self.store.count_use(state.prompt, state.reused, unused_hits(req))
 
     def publish(self, req: Any, row_len: int, chunked: bool) -> None:
         """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.

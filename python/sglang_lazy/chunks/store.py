@@ -16,13 +16,14 @@ from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import ChunkState, Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey, of_chunks
-from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.state import ChunkNodes
 
 PRIVATE_SEGMENT = -1
 """Segment id of KV that is not known to be shared with other requests."""
-MAX_SEGMENT_IDS = 64
-"""Limit per chunk: with policies that choose tokens for each prompt, they would grow without bound."""
+SEGMENT_IDS = 1 << 24
+"""The bytes that segment ids may take: with policies that choose tokens for each prompt, they would grow for ever."""
 
 
 class ChunkStore:
@@ -52,6 +53,8 @@ class ChunkStore:
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
         self._by_node: dict[int, CachedChunk] = {}
+        # By a chunk's serial number and the ranges kept of it, if these are not its beginning.
+        self._segment_ids = Remembered[tuple[int, tuple], int](SEGMENT_IDS)
         self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk))
         self.deletions = Deletions(self)
 
@@ -141,11 +144,11 @@ class ChunkStore:
             return 2 * node.id % 2**31
         if (cached := self._cached.get(chunk.key)) is None:
             return PRIVATE_SEGMENT
-        segment_id = cached.segment_ids.get(chunk.kept)
+        key = cached.serial, chunk.kept
+        segment_id = self._segment_ids.get(key)
         if segment_id is None:
-            if len(cached.segment_ids) == MAX_SEGMENT_IDS:
-                cached.segment_ids.clear()
-            segment_id = cached.segment_ids[chunk.kept] = next(self._odd_ids) % 2**31
+            segment_id = next(self._odd_ids) % 2**31
+            self._segment_ids.put(key, segment_id)
         return segment_id
 
     def keep_scores(self, chunk: ChunkSlice, scores: np.ndarray) -> None:
@@ -163,17 +166,24 @@ class ChunkStore:
 
     # Reports
 
-    def count_use(self, chunks: Sequence[ChunkSlice], reused: Sequence[bool]) -> None:
-        """Count a prompt that begins to run.  reused: per chunk, whether the prompt found it cached."""
+    def count_use(self, prompt: LinkedPrompt, reused: Sequence[bool], unused_hits: int) -> None:
+        """Count a prompt that begins to run.
+
+        reused: per slice, whether the prompt found it cached.  unused_hits: a bit mask of the unkept chunks found, too.
+        """
         now, num_tokens = time.time(), 0
-        for chunk, hit in zip(chunks, reused, strict=True):
+        for chunk, hit in zip(prompt.chunks, reused, strict=True):
             cached = self._cached.get(chunk.key)
             if cached is not None:
                 cached.hits += hit
                 cached.last_use = now
             num_tokens += chunk.num_kept if hit else 0
-        self.counts.num_references += len(chunks)
-        self.counts.num_hits += sum(reused)
+        for chunk in prompt.unkept:
+            if (cached := self._cached.get(chunk.key)) is not None:
+                cached.hits += unused_hits >> chunk.index & 1
+                cached.last_use = now
+        self.counts.num_references += len(prompt.chunks) + len(prompt.unkept)
+        self.counts.num_hits += sum(reused) + unused_hits.bit_count()
         self.counts.num_reused_tokens += num_tokens
 
     # Locks
@@ -238,7 +248,7 @@ class ChunkStore:
 
     def offer(self, leaf: Node) -> None:
         """Add a leaf that has become evictable to the eviction order."""
-        self._heap.push(leaf)
+        self._heap.push(leaf, self.tree.evictable_leaves)
 
     def evict(self, num_tokens: int) -> list[torch.Tensor]:
         """Evict leaves from the device until they hold `num_tokens` or none is left; the caller frees the slots.
@@ -274,7 +284,7 @@ class ChunkStore:
             leaves.append(leaf)
             num_tokens -= len(leaf.key)
         for leaf in leaves:
-            self._heap.push(leaf)
+            self._heap.push(leaf, self.tree.evictable_leaves)
         return leaves
 
     def forget(self, node: Node) -> None:

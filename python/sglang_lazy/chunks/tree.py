@@ -55,6 +55,16 @@ class WindowMemory(NamedTuple):
     free: int
     window: int
 
+    def of_row(self, span_lens: Sequence[int], num_own: int) -> int:
+        """The most window KV of a row's own tokens at a time: the tree keeps that of the end of each text span, even
+        when the answer, which is part of the last one, has left it behind.
+
+        span_lens: of the prompt's text spans.  num_own: the row's tokens of text and answer.
+        """
+        *earlier, _ = span_lens
+        last = min(num_own - sum(earlier), 2 * self.window + 1)
+        return sum(min(length, self.window) for length in earlier) + last
+
 
 class Tree(Protocol):
     """A radix tree over token ids, with namespaces, whose nodes own KV slots, a copy in host memory, or both.

@@ -75,7 +75,8 @@ class ChunkKey(NamedTuple):
 
 def as_int32(input_ids: Sequence[int]) -> memoryview:
     """Token ids as little-endian int32, for hashing. Raises ValueError for an id below 0 or of at least 2**31."""
-    wide = np.frombuffer(input_ids if isinstance(input_ids, array) else array("q", input_ids), dtype=np.int64)
+    ids = input_ids if isinstance(input_ids, array) else array("q", input_ids)
+    wide = np.frombuffer(ids, dtype=ids.typecode)
     if np.bitwise_or.reduce(wide) >> 31:
         bad = next(token for token in wide.tolist() if not 0 <= token < 1 << 31)
         raise ValueError(f"token id {bad} is outside the vocabulary")

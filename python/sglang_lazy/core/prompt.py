@@ -161,6 +161,7 @@ class LinkedPrompt(NamedTuple):
     """The slices of chunks and the text spans of a prompt, each in position order; the last token is text.
 
     num_chunk_tokens: how many tokens of the slices are in the request's row.
+    unkept: the chunks of which it keeps nothing, whole.
     cross: whether none are, because the model reads chunks by cross-attention; positions then count text only.
     """
 
@@ -169,6 +170,12 @@ class LinkedPrompt(NamedTuple):
     num_chunk_tokens: int
     images: Images | None = None
     cross: bool = False
+    unkept: tuple[ChunkSlice, ...] = ()
+
+    @property
+    def span_lens(self) -> list[int]:
+        """How many tokens of the prompt are in each text span."""
+        return [len(span.positions) for span in self.spans]
 
     @property
     def in_row(self) -> tuple[ChunkSlice, ...]:
@@ -209,6 +216,7 @@ class LinkedPrompt(NamedTuple):
         path.update(b"preamble %b" % (variant or b""))
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)
         chunks: list[ChunkSlice] = []
+        unkept: list[ChunkSlice] = []
         spans: list[TextSpan] = []
         all_images = [*zip(images.ranges, images.digests, strict=True)] if images else []
         holes = _NONE  # of the last slice
@@ -242,10 +250,11 @@ class LinkedPrompt(NamedTuple):
             if end == len(input_ids):
                 limit = end - 1 - start
                 ranges = [(first, min(last, limit)) for first, last in ranges if first < limit]
+            key = chunk_key(ids[start:end], chunk_namespace)
             if not ranges:
+                unkept.append(ChunkSlice(key, index, input_ids, start, end - start, ((0, end - start),), preamble))
                 continue
             end_span(start + ranges[0][0])
-            key = chunk_key(ids[start:end], chunk_namespace)
             shift = int(images.places[start]) - start if images else 0
             chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble, shift)
             chunks.append(chunk)
@@ -257,7 +266,8 @@ class LinkedPrompt(NamedTuple):
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))
-        return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks), images)
+        num_chunk_tokens = sum(chunk.num_kept for chunk in chunks)
+        return cls(tuple(chunks), tuple(spans), num_chunk_tokens, images, unkept=tuple(unkept))
 
     @classmethod
     def build_cross(

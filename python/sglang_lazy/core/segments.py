@@ -60,9 +60,10 @@ class ChunkLimit(NamedTuple):
 NO_LIMIT = ChunkLimit()
 
 
-def parse_segment(value: Any, vocab_size: int | None = None) -> Segment:
+def parse_segment(value: Any, vocab_size: int | None = None, *, by_id: bool = False) -> Segment:
     """The segment in `value`: a string (text), `sglang_lazy.chunk(…)`, a `Segment`, or a dict as in a JSON request.
 
+    by_id: whether errors tell that a chunk may be named by id, which its tokens replace before they come here.
     Raises ValueError for anything else: an unknown type or key, empty or non-string text, both or neither of text and
     input_ids, token ids that are not integers or lie outside the vocabulary.
     """
@@ -78,11 +79,13 @@ def parse_segment(value: Any, vocab_size: int | None = None) -> Segment:
     if kind not in _KINDS:
         raise ValueError(f"unknown segment type {kind!r}, expected one of {', '.join(map(repr, _KINDS))}")
     unknown = sorted(map(str, value.keys() - _KEYS))
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r} in a {kind} segment, expected type and text or input_ids")
     text, input_ids = value.get("text"), value.get("input_ids")
-    if (text is None) == (input_ids is None):
-        raise ValueError(f"a {kind} segment needs exactly one of text and input_ids")
+    if unknown or (text is None) == (input_ids is None):
+        contents = ("text, input_ids", "id") if by_id and kind == "chunk" else ("text", "input_ids")
+        if unknown:
+            expected = " or ".join(contents)
+            raise ValueError(f"unknown key {unknown[0]!r} in a {kind} segment, expected type and {expected}")
+        raise ValueError(f"a {kind} segment needs exactly one of {' and '.join(contents)}")
     if text is not None:
         _check_text(kind, text)
     else:
@@ -108,7 +111,9 @@ def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
         raise ValueError(f"token id {bad} in a {kind} segment is outside the vocabulary of {vocab_size} tokens")
 
 
-def parse_segments(values: Any, vocab_size: int | None = None, limit: ChunkLimit = NO_LIMIT) -> list[Segment]:
+def parse_segments(
+    values: Any, vocab_size: int | None = None, limit: ChunkLimit = NO_LIMIT, *, by_id: bool = False
+) -> list[Segment]:
     """The segments of one prompt.
 
     Raises ValueError as `parse_segment` does, with the index, and for an empty list; TooManyChunks beyond `limit`.
@@ -121,7 +126,7 @@ def parse_segments(values: Any, vocab_size: int | None = None, limit: ChunkLimit
     num_chunks = 0
     for index, value in enumerate(values):
         try:
-            segments.append(parse_segment(value, vocab_size))
+            segments.append(parse_segment(value, vocab_size, by_id=by_id))
         except ValueError as error:
             raise ValueError(f"segments[{index}]: {error}") from None
         num_chunks += segments[-1].is_chunk
@@ -137,15 +142,19 @@ class PromptLayout:
         are none only if `link` is full and the layout serves to carry the cache salt.
     cache_salt: namespace of the request's KV, None for the shared one.
     link: the policy.
+    ahead: whether its chunks are computed ahead of use: prompts that somebody waits for go first.
     """
 
     chunks: tuple[tuple[int, int], ...]
     cache_salt: str | None = None
     link: str = "block"
+    ahead: bool = False
 
     def pack(self) -> PackedLayout:
         """Serialize as JSON, which every transport between SGLang's processes preserves."""
         fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
+        if self.ahead:
+            fields["ahead"] = True
         return PackedLayout(json.dumps(fields, separators=(",", ":")))
 
     @classmethod
@@ -159,7 +168,7 @@ class PromptLayout:
             version = fields["v"]
             if version == LAYOUT_VERSION:
                 chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
-                layout = cls(chunks, fields["cache_salt"], fields["link"])
+                layout = cls(chunks, fields["cache_salt"], fields["link"], bool(fields.get("ahead")))
         except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
         if version != LAYOUT_VERSION:

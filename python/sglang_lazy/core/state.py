@@ -1,7 +1,8 @@
 """Per-request state in SGLang's scheduler, all of it in one attribute: `req.lazy`.
 
 It is a `LinkedRequest` for a linked request, an `Undecided` until its policy has chosen what to keep, a `Fill` for an
-internal request that computes chunks, and absent for all others.
+internal request that computes chunks, and absent for all others. What reports need to know of chunks that the policy
+does not use at all is beside it (`unused_hits`), since such requests may be ordinary ones.
 """
 
 import dataclasses
@@ -115,6 +116,7 @@ class LinkedRequest:
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: by namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
+    ahead: as in `PromptLayout`.
     waits_since: `time.perf_counter()` when it began to wait for nothing but its chunks; None before, and once it runs.
     """
 
@@ -130,6 +132,7 @@ class LinkedRequest:
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
+    ahead: bool = False
     waits_since: float | None = None
 
     def __post_init__(self):
@@ -202,6 +205,12 @@ class LinkedRequest:
         return num_tokens + sum(max(0, count - self.found_text.get(span.namespace, count)) for span, count in spans)
 
     @property
+    def partly_reused(self) -> list[tuple[int, int]]:
+        """The indices of chunks that are reused, but not all of their tokens, and how many of these are."""
+        slices = zip(self.prompt.chunks, self.reused, strict=True)
+        return [(c.index, c.num_kept) for c, reused in slices if reused and c.num_kept < c.num_tokens]
+
+    @property
     def hit_mask(self) -> int:
         """The reused chunks: bit i stands for chunk i of the prompt's layout."""
         return sum(1 << chunk.index for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
@@ -223,6 +232,11 @@ class Undecided:
     num_chosen: int = 0
     probe: Any = None
     launched: bool = False
+
+
+def unused_hits(req: Any) -> int:
+    """Bit i is set if chunk i of the prompt's layout was cached on arrival, though the policy keeps none of its KV."""
+    return getattr(req, "lazy_unused_hits", 0)
 
 
 def lazy_state(req: Any) -> LinkedRequest | Undecided | Fill | None:
@@ -247,6 +261,14 @@ def is_internal(req: Any) -> bool:
     """Whether a request is a fill or a probe, which have no client."""
     state = lazy_state(req)
     return isinstance(state, Fill) or (isinstance(state, LinkedRequest) and state.probe is not None)
+
+
+def is_ahead(req: Any) -> bool:
+    """Whether a request computes chunks ahead of use only, so that nobody waits for it."""
+    state = lazy_state(req)
+    if isinstance(state, Fill):
+        return all(is_ahead(parent) for parent in state.parents)
+    return isinstance(state, LinkedRequest) and state.ahead
 
 
 def stand_in(req: Any) -> Any | None:

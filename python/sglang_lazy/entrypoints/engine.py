@@ -1,6 +1,6 @@
 """Offline engine: SGLang's `Engine` with prompts made of segments."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from sglang.srt.entrypoints import engine
@@ -8,7 +8,6 @@ from sglang.srt.plugins import load_plugins
 
 from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
-from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
@@ -25,7 +24,7 @@ class Engine(ChunkMethods, engine.Engine):
 
     def __init__(self, **kwargs: Any):
         config = pop_keywords(kwargs)
-        get_policy(config.default_link)
+        plugin.check_policy(config.default_link)
         if config.shadow_rate:
             raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
         plugin.activate(config)
@@ -65,6 +64,8 @@ class Engine(ChunkMethods, engine.Engine):
     ) -> tuple[tuple, dict[str, Any]]:
         """Arguments of `sgl.Engine.generate` for the prompt made of `segments`, or of text with separators."""
         stock, kwargs = (args, kwargs), {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
+        if segments is None:
+            _refuse_segments(kwargs.get("prompt"))
         limit = chunk_limit(link, self.tokenizer_manager.context_len)
         if segments is None:
             segments = segments_in(kwargs.get("prompt"), None, limit)
@@ -77,3 +78,11 @@ class Engine(ChunkMethods, engine.Engine):
         params = kwargs.pop("sampling_params", None)
         segments = with_tokens(known_chunks(self.tokenizer_manager), segments, cache_salt, limit=limit)
         return (), {**kwargs, **to_generate_args(self.tokenizer_manager, segments, cache_salt, params, link)}
+
+
+def _refuse_segments(prompt: Any) -> None:
+    """Raise ValueError if a prompt, or one of a batch, is made of segments."""
+    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
+    for part in (part for one in prompts for part in (one if isinstance(one, list | tuple) else [one])):
+        if hasattr(part, "to_segment") or (isinstance(part, Mapping) and "type" in part):
+            raise ValueError("a prompt with chunks is no text: pass segments=[…] in place of the prompt")

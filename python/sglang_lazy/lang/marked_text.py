@@ -5,19 +5,27 @@ chunks, and their link, through the operations that the interpreter uses. The ma
 document can forge a boundary, and users see plain text.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Mark(NamedTuple):
+    """A chunk at the characters from `start` to `end`: their text, or a registered one, for which they stand."""
+
+    start: int
+    end: int
+    id: str | None = None
 
 
 class MarkedText(str):
-    """A string with chunks at the ordered, disjoint (start, end) character positions `chunks`.
+    """A string with chunks at the ordered, disjoint `chunks`.
 
     link: policy of a prompt of this text, None for the server's default. The later of two joined strings decides.
     """
 
-    chunks: tuple[tuple[int, int], ...]
+    chunks: tuple[Mark, ...]
     link: str | None
 
-    def __new__(cls, text: str, chunks: tuple[tuple[int, int], ...] = (), link: str | None = None) -> "MarkedText":
+    def __new__(cls, text: str, chunks: tuple[Mark, ...] = (), link: str | None = None) -> "MarkedText":
         self = super().__new__(cls, text)
         self.chunks = chunks
         self.link = link
@@ -47,20 +55,21 @@ class MarkedText(str):
         if not isinstance(key, slice):
             return text
         start, stop, step = key.indices(len(self))
-        kept = tuple(span for span in self.chunks if step == 1 and start <= span[0] and span[1] <= stop)
+        kept = tuple(mark for mark in self.chunks if step == 1 and start <= mark.start and mark.end <= stop)
         return MarkedText(text, _shift(kept, -start), self.link)
 
     def segments(self) -> list[dict[str, str]]:
         """The text as a request carries it, without empty segments."""
         segments, position = [], 0
-        for start, end in (*self.chunks, (len(self), len(self))):
+        for start, end, name in (*self.chunks, Mark(len(self), len(self))):
             segments.append({"type": "text", "text": str.__getitem__(self, slice(position, start))})
-            segments.append({"type": "chunk", "text": str.__getitem__(self, slice(start, end))})
+            content = {"text": str.__getitem__(self, slice(start, end))} if name is None else {"id": name}
+            segments.append({"type": "chunk", **content})
             position = end
-        return [segment for segment in segments if segment["text"]]
+        return [segment for segment in segments if segment.get("text") != ""]
 
 
-def chunks_of(text: str) -> tuple[tuple[int, int], ...]:
+def chunks_of(text: str) -> tuple[Mark, ...]:
     """The positions of the chunks of any string."""
     return text.chunks if isinstance(text, MarkedText) else ()
 
@@ -70,5 +79,5 @@ def link_of(text: str) -> str | None:
     return text.link if isinstance(text, MarkedText) else None
 
 
-def _shift(chunks: tuple[tuple[int, int], ...], offset: int) -> tuple[tuple[int, int], ...]:
-    return tuple((start + offset, end + offset) for start, end in chunks)
+def _shift(chunks: tuple[Mark, ...], offset: int) -> tuple[Mark, ...]:
+    return tuple(Mark(start + offset, end + offset, name) for start, end, name in chunks)

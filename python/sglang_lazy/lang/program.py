@@ -6,9 +6,10 @@ from typing import Any
 from sglang.lang.ir import SglConstantText, SglExpr
 
 from sglang_lazy.core.config import INFO_ROUTE
-from sglang_lazy.lang.marked_text import MarkedText, chunks_of, link_of
+from sglang_lazy.lang.marked_text import Mark, MarkedText, chunks_of, link_of
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.client import hook_http_request
+from sglang_lazy.serving.chunk_lists import check_id
 
 _known_servers: set[str] = set()
 
@@ -16,11 +17,12 @@ _known_servers: set[str] = set()
 class Chunk(SglConstantText):
     """A chunk in a program (`s += chunk(…)`) or in `Engine.generate(segments=[…])`."""
 
-    def __init__(self, text: str):
-        super().__init__(MarkedText(text, ((0, len(text)),)))
+    def __init__(self, text: str, name: str | None = None):
+        super().__init__(MarkedText(text, (Mark(0, len(text), name),)))
 
     def to_segment(self) -> dict[str, str]:
-        return {"type": "chunk", "text": str.__str__(self.value)}
+        (segment,) = self.value.segments()
+        return segment
 
     def __format__(self, spec: str) -> str:
         raise TypeError("a chunk inside an f-string would lose its boundaries: append it with + or += instead")
@@ -29,11 +31,18 @@ class Chunk(SglConstantText):
         return f"Chunk({str.__repr__(self.value)})"
 
 
-def make_chunk(text: Any) -> SglExpr:
-    """The chunk of `text`; see `sglang_lazy.chunk`."""
+def make_chunk(text: Any, name: Any) -> SglExpr:
+    """The chunk of `text`, or the registered one with this id; see `sglang_lazy.chunk`."""
     hook_http_request(send)
-    if isinstance(text, SglExpr):  # an argument whose value is unknown while SGLang traces a program
-        return text
+    if (text is None) == (name is None):
+        raise ValueError("a chunk needs either a text or an id")
+    for given in (text, name):
+        if isinstance(given, SglExpr):  # an argument whose value is unknown while SGLang traces a program
+            return given
+    if name is not None:
+        if not isinstance(name, str):
+            raise ValueError(f"the id of a chunk must be a string, got {type(name).__name__}")
+        return Chunk(f"[chunk {name}]", check_id(name))
     if not isinstance(text, str):
         raise ValueError(f"a chunk must be a string, got {type(text).__name__}")
     if not text:

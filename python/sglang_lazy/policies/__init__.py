@@ -22,7 +22,7 @@ from sglang_lazy.policies.packet import Packet
 from sglang_lazy.policies.query import Query
 from sglang_lazy.policies.static import Static
 
-__all__ = ["POLICIES", "get_policy", "register"]
+__all__ = ["POLICIES", "UnknownPolicy", "get_policy", "policy_elsewhere", "register"]
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -30,8 +30,16 @@ BASE = "base"
 """Prefix that gives chunks a preamble; alone it means `base+block`."""
 
 
+class UnknownPolicy(ValueError):
+    """No policy of this name is registered in this process."""
+
+
 def register(policy: type[Policy]) -> type[Policy]:
-    """Register a policy under its name; usable as a class decorator. Raises ValueError if the name is taken."""
+    """Register a policy under its name in this process; usable as a class decorator.
+
+    The server's processes must register it as well, through an entry point in the group `sglang.srt.plugins`.
+    Raises ValueError if the name is taken.
+    """
     if policy.name in POLICIES or policy.name == BASE:
         raise ValueError(f"policy {policy.name!r} is registered already")
     POLICIES[policy.name] = policy
@@ -41,7 +49,8 @@ def register(policy: type[Policy]) -> type[Policy]:
 def get_policy(link: Any) -> Policy:
     """The policy that `link` names, with its parameters. Its `str` is the link with all parameters.
 
-    Raises ValueError for anything else, and for parameters that the policy does not take or that are out of range.
+    Raises ValueError for anything else, and for parameters that the policy does not take or that are out of range;
+    UnknownPolicy if there is none of this name.
     """
     if not isinstance(link, str):
         raise _unknown(link)
@@ -73,9 +82,21 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
         raise ValueError(f"link {link!r:.50}: {error}") from None
 
 
-def _unknown(link: Any) -> ValueError:
+def policy_elsewhere(link: str) -> Policy:
+    """`get_policy` in a process that another one has started, and which knows the policy of this name."""
+    try:
+        return get_policy(link)
+    except UnknownPolicy:
+        raise ValueError(
+            f"link {link!r:.80}: this policy is registered only in the process that has started the server's others. "
+            "These load plugins: declare an entry point in the group 'sglang.srt.plugins', whose function calls "
+            "sglang_lazy.policies.register"
+        ) from None
+
+
+def _unknown(link: Any) -> UnknownPolicy:
     names = ", ".join(map(repr, POLICIES))
-    return ValueError(f"link must be one of {names}, or 'base', alone or as in 'base+epic'; got {link!r:.50}")
+    return UnknownPolicy(f"link must be one of {names}, or 'base', alone or as in 'base+epic'; got {link!r:.50}")
 
 
 def _parameters(text: str, name: str, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from sglang_lazy.port.hooks import Hook
 
 logger = logging.getLogger(__name__)
 
-CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
 
 
 def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ServerArgs.__post_init__`: on a CPU, set the backends that are not set to ones that work.
 
-    SGLang's default attention backend needs kernels that only some CPUs have; its LoRA backend needs a GPU.
+    SGLang's default attention backend needs kernels that only some CPUs have; its LoRA and grammar backends need a GPU.
     """
     if args.device != "cpu":
         return
@@ -30,6 +30,13 @@ def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
     if unset:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in unset.items())
         logger.warning("sglang-lazy: on a CPU, these flags were not set and are now %s", flags)
+
+
+def unfit_for_cpu(args: Any) -> str | None:
+    """Why a server with these flags would end on a CPU, or None."""
+    if args.device == "cpu" and args.grammar_backend == "xgrammar":
+        return "--grammar-backend xgrammar masks tokens on a GPU: on a CPU, leave it out or use llguidance or outlines"
+    return None
 
 
 def replace_triton(args: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -24,6 +24,10 @@ def activate(config: LazyConfig) -> None:
     config.to_env()
     install()
 
+    from sglang_lazy.port.watchdog import start_resource_tracker
+
+    start_resource_tracker()
+
 
 def load() -> None:
     """Install the plugin if it is active; SGLang calls this entry point in each of its processes."""
@@ -48,8 +52,18 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import adapters, auth, operators, sessions
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
+    from sglang_lazy.port.repairs import abort_tasks, aborts, adapters, auth, operators, sessions, stored_responses
+    from sglang_lazy.port.scheduler import (
+        chunk_metrics,
+        collector,
+        control,
+        internal,
+        lora,
+        memory,
+        schedule_policy,
+        steps,
+        storage,
+    )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
@@ -58,15 +72,20 @@ def install() -> None:
     comb_config.register()
     modules = (
         cpu,
+        abort_tasks,
+        aborts,
         adapters,
         auth,
         operators,
         sessions,
+        stored_responses,
         control,
         steps,
+        storage,
         internal,
         schedule_policy,
         lora,
+        memory,
         comb,
         comb_lora,
         model_runner,
@@ -89,6 +108,17 @@ def others_installed() -> bool:
     """Whether plugins of SGLang's are installed that may add policies. Imports none."""
     packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     return not packages <= {"sglang_lazy", "smg_grpc_servicer"}  # SGLang requires the latter
+
+
+def check_policy(link: str) -> None:
+    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
+    from sglang_lazy.policies import get_policy  # imports PyTorch
+
+    try:
+        get_policy(link)
+    except ValueError:
+        if not others_installed():
+            raise
 
 
 def check_version() -> None:

@@ -1,4 +1,4 @@
-"""Before SGLang starts: flags from a configuration file, and checks that do not need the model."""
+"""Before SGLang starts: flags from a configuration file, and checks that do not need the model's weights."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.model.compat import Unfit, unfit_flags
+from sglang_lazy.serving.trained_tokens import tokens_for
 
 
 def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
@@ -18,9 +21,29 @@ def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> l
 
 
 def check_start(config: LazyConfig, args: ServerArgs) -> None:
-    """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback."""
+    """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback.
+
+    Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy.
+    """
+    if reason := unfit_for_cpu(args) or _unfit_default(config, args):
+        raise ValueError(reason)
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):
         raise Unfit(reasons)
+
+
+def _unfit_default(config: LazyConfig, args: ServerArgs) -> str | None:
+    """Why the default policy could serve no prompt, as far as that is known before the model is loaded, or None."""
+    policy, name = get_policy(config.default_link), f"--lazy-default-link {config.default_link}"
+    if policy.preamble == "neutral" and not config.preamble:
+        return f"{name}: it computes chunks after --lazy-preamble, which is empty"
+    if policy.preamble == "neutral" and args.skip_tokenizer_init:
+        return f"{name}: without a tokenizer (--skip-tokenizer-init) there is no --lazy-preamble"
+    if policy.trained:
+        try:
+            tokens_for(policy, args.model_path, args.get_model_config().vocab_size)
+        except ValueError as error:
+            return f"{name}: {error}"
+    return None
 
 
 def _unfit_kernels(config: LazyConfig, args: ServerArgs) -> list[str]:

@@ -1,7 +1,10 @@
-"""Close gaps in SGLang's watchdog, so that a server ends soon after one of its processes has died."""
+"""Close gaps in how SGLang's processes end: soon after one of them has died, and without traces."""
 
 import os
 import signal
+import sys
+from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -56,7 +59,35 @@ def end_on_quit(_result: Any, _supervisor: Any, *_args: Any, **_kwargs: Any) -> 
     signal.signal(signal.SIGQUIT, lambda _number, _frame: kill_process_tree(os.getpid()))
 
 
+def start_resource_tracker() -> None:
+    """Start Python's resource tracker, if it does not run yet, without its warning: it cleans up after processes, and
+    SGLang kills all of its own."""
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
+
+
+def spare_resource_tracker(
+    kill: Callable,
+    parent_pid: int | None,
+    include_parent: bool = True,
+    skip_pid: int | None = None,
+    wait_timeout: float | None = None,
+) -> Any:
+    """Around `kill_process_tree`: leave Python's resource tracker to a process that lives on.
+
+    When that process exits, a new tracker would be told of resources that it does not know, and print a traceback. The
+    first one ends with the process.
+    """
+    if not include_parent and parent_pid in (None, os.getpid()) and skip_pid is None:
+        skip_pid = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return kill(parent_pid, include_parent, skip_pid, wait_timeout)
+
+
 HOOKS = (
+    Hook("sglang.srt.utils.common.kill_process_tree", spare_resource_tracker, "AROUND"),
     Hook("sglang.srt.utils.watchdog.SubprocessWatchdog.start", watch_schedulers, "BEFORE"),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash",

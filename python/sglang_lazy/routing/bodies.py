@@ -1,6 +1,7 @@
 """Reads the chunks of requests, and hits in answers, from JSON bodies."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ _PROMPTS = ("segments", "system", "messages", "input")
 _CHUNKS = ("chunk", *BLOCKS)
 TOKENS_INSIDE = "packet"
 """The policy that puts trained tokens into chunks."""
+MOST = 4096
+"""The most chunks of a request to look at: servers refuse far fewer, and other requests would wait."""
 NAMED_SIZE = 4000
 """Assumed size, in characters, of a chunk given by id, whose length is unknown here."""
 
@@ -21,7 +24,7 @@ def chunks_in(body: Any, hashes: BlockHashes | None = None) -> list[tuple[Hashab
     """The chunks of a request in the order of its prompt, each with its size in characters.
 
     Equal chunks of one tenant and adapter have equal names. Chunks made from plain text (`chunk_separator`,
-    `chunk_roles`) are not seen; malformed bodies are left to the server to refuse.
+    `chunk_roles`) are not seen; malformed bodies, and those with more than `MOST` chunks, are left to the server.
 
     body: the JSON of `/generate` or of an OpenAI or Anthropic route.
     hashes: to name chunks as KV events do.
@@ -29,11 +32,10 @@ def chunks_in(body: Any, hashes: BlockHashes | None = None) -> list[tuple[Hashab
     if not isinstance(body, Mapping) or body.get("link") == "full":
         return []
     namespace = _namespace(body)
-    blocks = [
-        (hashlib.blake2b(_text((namespace, block)).encode(), digest_size=16).digest(), block)
-        for field in _PROMPTS
-        for block in _blocks(body.get(field))
-    ]
+    found = list(itertools.islice((block for field in _PROMPTS for block in _blocks(body.get(field))), MOST + 1))
+    if len(found) > MOST:
+        return []
+    blocks = [(hashlib.blake2b(_text((namespace, block)).encode(), digest_size=16).digest(), block) for block in found]
     names = {} if hashes is None or any(namespace) else hashes.of(dict(blocks))
     return [(names.get(digest, digest), _size(block)) for digest, block in blocks]
 

@@ -23,12 +23,14 @@ from sglang_lazy.core.state import (
     Undecided,
     as_linked,
     fill_of,
+    is_ahead,
     is_internal,
     lazy_state,
     linked,
     stand_in,
 )
 from sglang_lazy.scheduler.advice import Advice
+from sglang_lazy.scheduler.ahead import Ahead
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.budget import Budget
 from sglang_lazy.scheduler.control import ChunkControl
@@ -41,6 +43,7 @@ class ChunkAdmission:
 
     holders: the admitted parents, in order of admission.
     linked_waiting: whether the waiting queue may have a linked request; set by whoever adds one.
+    ahead: has the requests that compute chunks ahead of use give way.
     shown: the part of the queue that SGLang sees while it forms a batch; None if that is all of it.
     internal: the fills and probes that have rows, in which they keep a place for their parents.
     gave_back: whether internal or waiting requests have given back rows or locks since the last batch was formed.
@@ -65,6 +68,7 @@ class ChunkAdmission:
         self.pins = Pins(self.store.tree, max_pinned)
         self.control = ChunkControl(rows, self.pins)
         self.advice = Advice(self.store.counts)
+        self.ahead = Ahead()
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.shown: list[Any] | None = None
@@ -114,7 +118,12 @@ class ChunkAdmission:
             return waiting
         alone = running_batch.is_empty() and chunked is None and not self.holders
         visible = VisibleQueue(self.store, self.budget, running_batch, alone, self.cached, self._admit, self._blocked)
-        for req in waiting:
+
+        def serving() -> bool:
+            others = [*running_batch.reqs, *([] if chunked is None else [chunked])]
+            return bool(visible.requests) or not all(map(is_ahead, others))
+
+        for req in self.ahead.behind(waiting, serving) if self.ahead.waiting else waiting:
             if not visible.add(req):
                 break
         return visible.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
@@ -257,6 +266,18 @@ class ChunkAdmission:
         while (self.holders or len(self.pins)) and self.budget.num_free_now() < needed:
             if not self.revoke_newest():
                 self.pins.give_up()
+
+    def may_lack_slots(self, num_tokens: int) -> bool:
+        """Whether the next step may have fewer slots, while pins or a request in chunked prefill hold some."""
+        held = len(self.pins) or self.scheduler.chunked_req is not None
+        return bool(held) and self.rows.shares_pool and self.budget.num_free_now() < num_tokens
+
+    def give_up_pins(self) -> bool:
+        """End a pin, since nothing else can make room; returns False if there is none."""
+        if not len(self.pins):
+            return False
+        self.pins.give_up()
+        return True
 
     def _release(self, req: Any) -> None:
         self.holders.remove(req)

@@ -13,8 +13,8 @@ from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
-from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
-from sglang_lazy.policies import get_policy
+from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
+from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.scheduler.choices import Choices
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.scheduler.producer import NewRequest
@@ -69,7 +69,7 @@ class Arrival:
         layout = requested_layout(req)
         if layout is None:
             return None
-        policy = get_policy(layout.link)
+        policy = policy_elsewhere(layout.link)
         if not policy.reuses or not layout.chunks:
             return None
         if reason := refusal(policy, self.limits.traits):
@@ -86,9 +86,19 @@ class Arrival:
         return self._undecided(req, Undecided(layout, policy, [*chosen, *kept[len(chosen) :]], len(chosen)))
 
     def _linked(
-        self, req: Any, layout: PromptLayout, policy: Policy, kept: Sequence[Ranges], extra_text: int = 0
+        self,
+        req: Any,
+        layout: PromptLayout,
+        policy: Policy,
+        kept: Sequence[Ranges],
+        extra_text: int = 0,
+        hits: int | None = None,
     ) -> LinkedRequest | None:
-        """The state of a request that keeps these ranges.  extra_text: how many chunk tokens may become text later."""
+        """The state of a request that keeps these ranges.
+
+        extra_text: how many chunk tokens may become text later.
+        hits: a bit mask of the chunks that its probe found cached, which has had the others computed.
+        """
         ids, preamble = req.origin_input_ids, None
         if policy.preamble == "lead":
             preamble = ids[: layout.chunks[0][0]]
@@ -99,10 +109,14 @@ class Arrival:
             raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")
         images = images_of(req, layout, policy)
         prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id, images)
+        if prompt.unkept:
+            unused = sum(1 << c.index for c in prompt.unkept if hits is not None or self.store.find(c) is not None)
+            req.lazy_unused_hits = unused if hits is None else unused & hits
         if not prompt.chunks:
+            self.store.count_use(prompt, (), unused_hits(req))
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
-        return self._found(prompt, policy)
+        return self._found(prompt, policy, layout.ahead)
 
     def _cross(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
         """The state for a model with cross-attention. Reduces the request's prompt to its text."""
@@ -111,7 +125,7 @@ class Arrival:
         if req.logprob_start_len >= 0:
             req.logprob_start_len = max(0, req.logprob_start_len - len(req.origin_input_ids) + len(text))
         req.origin_input_ids = req.origin_input_ids_unpadded = text
-        return self._found(prompt, policy)
+        return self._found(prompt, policy, layout.ahead)
 
     def _check_fits_cross(self, prompt: LinkedPrompt) -> None:
         """Raise Refusal unless the prompt's chunks fit into their pool, and each into the encoder's positions. SGLang
@@ -123,7 +137,7 @@ class Arrival:
         if (longest := max(lens.values())) > self.limits.context_len:
             raise Refusal("positions", f"a chunk of {longest} tokens exceeds {self.limits.context_len} positions")
 
-    def _found(self, prompt: LinkedPrompt, policy: Policy) -> LinkedRequest:
+    def _found(self, prompt: LinkedPrompt, policy: Policy, ahead: bool) -> LinkedRequest:
         found = [self.store.find(chunk) for chunk in prompt.chunks]
         pending, tree = self.store.pending, self.store.tree
         for chunk, node in zip(prompt.chunks, found, strict=True):
@@ -133,7 +147,7 @@ class Arrival:
             node is None and chunk.key not in pending and tree.fetch(chunk)
             for chunk, node in zip(prompt.chunks, found, strict=True)
         ]
-        return LinkedRequest(prompt, policy, found, prefetched)
+        return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead)
 
     def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
         """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
@@ -154,7 +168,7 @@ class Arrival:
             )
         params.max_new_tokens = min(params.max_new_tokens, room)
         if self.limits.windows is not None:
-            self._check_windows_fit(prompt, self.limits.windows, spread_out=extra_text > 0)
+            self._check_windows_fit(prompt, self.limits.windows, params.max_new_tokens, spread_out=extra_text > 0)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",
@@ -162,9 +176,11 @@ class Arrival:
                 f"{self.limits.context_len} positions",
             )
 
-    def _check_windows_fit(self, prompt: LinkedPrompt, windows: WindowMemory, spread_out: bool) -> None:
-        """Raise Refusal unless the window KV that the prompt reads of its chunks fits into its pool together with the
-        largest fill, whose chunks have that of all their tokens until the fill ends.
+    def _check_windows_fit(
+        self, prompt: LinkedPrompt, windows: WindowMemory, max_new_tokens: int, spread_out: bool
+    ) -> None:
+        """Raise Refusal unless the window KV that the prompt reads of its chunks fits into its pool together with that
+        of its text and answer, and with the largest fill, whose chunks have that of all their tokens until it ends.
 
         spread_out: whether tokens anywhere in the chunks may become text later, so that all of the chunks may be read.
         """
@@ -175,11 +191,13 @@ class Arrival:
             for chunk in prompt.chunks
         )
         fill = preamble_len + min(sum(lens), max(self.limits.max_fill_tokens, *lens))
-        if read + max(fill, windows.window) + 3 > windows.size:  # SGLang counts two more, and leaves one
+        own = windows.of_row(prompt.span_lens, sum(prompt.span_lens) + max_new_tokens)
+        if read + max(fill, own) + 3 > windows.size:  # SGLang counts two more, and leaves one
             raise Refusal(
                 "pool",
-                f"the KV pool of layers with windows has {windows.size} tokens, but the prompt needs {read} beside a "
-                f"fill of {fill} (--swa-full-tokens-ratio; --disable-hybrid-swa-memory: one pool for all layers)",
+                f"the KV pool of layers with windows has {windows.size} tokens, but the prompt needs {read} of its "
+                f"chunks beside a fill of {fill}, or {own} of its own (--swa-full-tokens-ratio; "
+                "--disable-hybrid-swa-memory: one pool for all layers)",
             )
 
     # Probes
@@ -226,7 +244,7 @@ class Arrival:
         kept = self._choose(state, prompt, scores)
         chooser = _chooser(parent, state.layout, state.policy)
         self._choices.remember(chooser, parent.origin_input_ids, state.layout.chunks, kept)
-        parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept)
+        parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept, hits=probe_state.hit_mask)
         if decided is not None:
             places = {chunk.index: i for i, chunk in enumerate(prompt.chunks)}
             same = [places[chunk.index] for chunk in decided.prompt.chunks]
@@ -255,7 +273,7 @@ class Arrival:
 
 def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
     """The key to remember choices by. It separates tenants, so that none learns from a choice what another asked."""
-    return policy, req.extra_key, req.lora_id, layout.cache_salt
+    return str(policy), req.extra_key, req.lora_id, layout.cache_salt
 
 
 def requested_layout(req: Any) -> PromptLayout | None:

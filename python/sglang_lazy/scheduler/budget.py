@@ -71,7 +71,8 @@ class Budget:
         return self._num_to_start(state, nodes) + locked
 
     def window_need(self, state: LinkedRequest, nodes: list[Node | None], own_need: int) -> int:
-        """The same for window KV, including that of the parent's own text, which is evictable once it is computed.
+        """The same for window KV, including that of the parent's own text, which is evictable once it is computed, and
+        of its answer.
 
         A node that several chunks read counts for each.
         """
@@ -79,7 +80,7 @@ class Budget:
             return 0
         unlocked_windows, pairs = self.rows.tree.unlocked_windows, zip(nodes, state.prompt.chunks, strict=True)
         read = sum(unlocked_windows(node, chunk.spread) for node, chunk in pairs if node is not None)
-        return self._num_to_start(state, nodes) + read + min(own_need, memory.window + 1)
+        return self._num_to_start(state, nodes) + read + memory.of_row(state.prompt.span_lens, own_need)
 
     def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
         """Tokens of missing chunks for which no memory has been allocated."""

@@ -2,16 +2,17 @@
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sglang_lazy.core.keys import as_int32, tokens_digest
 from sglang_lazy.core.prompt import Ranges
+from sglang_lazy.core.remembered import Remembered
 
-CAPACITY = 4096
+CAPACITY = 1 << 25
+"""The bytes that choices may take: 32 MiB."""
 
 
 class _Choice(NamedTuple):
@@ -27,39 +28,42 @@ class _Choice(NamedTuple):
 
 
 class Choices:
-    """The most recent choices, by the prompt up to the end of its last chunk.
+    """The most recent choices, by the prompt up to the end of its last chunk, in `capacity` bytes.
 
     In the next turn of a conversation, the policy would choose other tokens for the new question, and none of the
     conversation's text would be found in the cache. So the first choice stays.
     """
 
     def __init__(self, capacity: int = CAPACITY):
-        self._capacity = capacity
-        self._choices: OrderedDict[Hashable, _Choice] = OrderedDict()
+        self._choices = Remembered[bytes, _Choice](capacity)
 
-    def remember(self, who: Hashable, ids: array, chunks: Sequence[tuple[int, int]], kept: Sequence[Ranges]) -> None:
-        """Remember that `kept` was chosen for the prompt `ids` (int64).  who: the policy and the tenant."""
+    def remember(self, who: tuple, ids: array, chunks: Sequence[tuple[int, int]], kept: Sequence[Ranges]) -> None:
+        """Remember that `kept` was chosen for the prompt `ids` (int64).  who: the policy and the tenant, whose `repr`
+        tells them apart."""
         *_, key = _keys(who, ids, chunks)
-        arrays = tuple([np.array(ranges, dtype=np.int32).reshape(-1, 2) for ranges in kept])
-        self._choices[key] = _Choice(len(ids), tokens_digest(ids), arrays)
-        self._choices.move_to_end(key)
-        if len(self._choices) > self._capacity:
-            self._choices.popitem(last=False)
+        self._choices.put(key, _Choice(len(ids), tokens_digest(ids), tuple(map(_packed, kept))))
 
-    def recall(self, who: Hashable, ids: array, chunks: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
+    def recall(self, who: tuple, ids: array, chunks: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
         """The choice for the longest remembered prompt that `ids` begins with, for as many chunks as that has."""
         for key in reversed([*_keys(who, ids, chunks)]):
             choice = self._choices.get(key)
             if choice is not None and choice.prompt == tokens_digest(ids[: choice.prompt_len]):
-                self._choices.move_to_end(key)
                 return tuple([tuple(map(tuple, ranges.tolist())) for ranges in choice.kept])
         return ()
 
 
-def _keys(who: Hashable, ids: array, chunks: Sequence[tuple[int, int]]) -> Iterator[Hashable]:
-    """For each chunk, the key of the prompt up to its end."""
-    digest, view, position = hashlib.sha256(), as_int32(ids), 0
-    for i, (_, end) in enumerate(chunks, 1):
+def _packed(ranges: Ranges) -> np.ndarray:
+    packed = np.empty((len(ranges), 2), dtype=np.int32)  # whose size Python sees, unlike that of a view
+    if len(ranges):
+        packed[:] = ranges
+    return packed
+
+
+def _keys(who: tuple, ids: array, chunks: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """For each chunk, the digest of the prompt up to its end, and of where its chunks are."""
+    digest, view, position = hashlib.sha256(repr(who).encode()), as_int32(ids), 0
+    for start, end in chunks:
+        digest.update(b"|%d %d|" % (start, end))
         digest.update(view[position:end])
         position = end
-        yield who, tuple(chunks[:i]), digest.digest()
+        yield digest.digest()

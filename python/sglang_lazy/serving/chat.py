@@ -142,7 +142,7 @@ class ChunkParts:
         segments = []
         for name, part in zip(self.names, self.parts, strict=True):
             try:
-                segments.append(parse_segment(part, vocab_size))
+                segments.append(parse_segment(part, vocab_size, by_id=True))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         for index, text in self.rendered.items():

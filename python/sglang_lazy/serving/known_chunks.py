@@ -2,16 +2,18 @@
 
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment
+from sglang_lazy.serving.chunk_lists import check_id
 from sglang_lazy.serving.requests import check_cache_salt, is_batch
 
-CAPACITY = 1 << 26
-"""The number of tokens to remember, at 4 bytes each: 256 MiB."""
+CAPACITY = 1 << 28
+"""The bytes that the tokens of known chunks may take, at 4 for each token and half a kilobyte for each chunk."""
 _ATTR = "_sglang_lazy_known_chunks"
 
 
@@ -20,29 +22,31 @@ class UnknownChunk(ValueError):
 
 
 class KnownChunks:
-    """The tokens of the most recently registered or named chunks, up to `capacity` tokens, by tenant and digest."""
+    """The tokens of the most recently registered or named chunks, by tenant and id, in `capacity` bytes.
+
+    Thread-safe.
+    """
 
     def __init__(self, capacity: int = CAPACITY):
-        self.capacity = capacity
-        self._tokens: OrderedDict[tuple[str | None, str], array] = OrderedDict()
-        self._digests: dict[tuple[str | None, str], set[str]] = {}
-        self._num_tokens = 0
+        # Each with its digest. Several chunks have one id only if someone has searched for such texts.
+        self._chunks = Remembered[tuple[str | None, str], tuple[tuple[bytes, array], ...]](capacity)
         self._lock = threading.Lock()  # long prompts are read in threads
 
     def add(self, tenant: str | None, tokens: Sequence[int]) -> None:
         """Remember a chunk. Raises ValueError if another text with the same SHA-256 is known."""
-        digest = tokens_digest(tokens)
-        key, packed = (tenant, digest.hex()), array("i", tokens)
+        digest, packed = tokens_digest(tokens), array("i", tokens)
+        key = tenant, chunk_id(digest)
         with self._lock:
-            if self._tokens.get(key, packed) != packed:
-                raise ValueError(f"chunk {chunk_id(digest)} is another text with the same SHA-256: send it by its text")
-            if key not in self._tokens:
-                self._tokens[key] = packed
-                self._digests.setdefault((tenant, chunk_id(digest)), set()).add(digest.hex())
-                self._num_tokens += len(tokens)
-            self._tokens.move_to_end(key)
-            while self._num_tokens > self.capacity:
-                self._drop(next(iter(self._tokens)))
+            alike = self._chunks.get(key) or ()
+            if dict(alike).get(digest, packed) != packed:
+                raise ValueError(f"chunk {key[1]} is another text with the same SHA-256: send it by its text")
+            if digest not in dict(alike):
+                self._chunks.put(key, (*alike, (digest, packed)))
+
+    def add_all(self, tenant: str | None, chunks: Iterable[Sequence[int]]) -> None:
+        """`add` for several chunks."""
+        for tokens in chunks:
+            self.add(tenant, tokens)
 
     def get(self, tenant: str | None, name: str) -> array:
         """The tokens (int32) of the chunk with this id, or with more digits of its digest.
@@ -50,32 +54,27 @@ class KnownChunks:
         Raises UnknownChunk if the tenant has none, and ValueError if it has several.
         """
         with self._lock:
-            found = self._find(tenant, name)
-            if not found:
-                raise UnknownChunk(f"chunk {name!r:.80} is unknown: register it, or send its text")
-            if len(found) > 1:
-                raise ValueError(f"chunk {name!r:.80} is ambiguous: give more digits of the digest")
-            self._tokens.move_to_end((tenant, found[0]))
-            return self._tokens[tenant, found[0]]
+            found = [tokens for digest, tokens in self._alike(tenant, name) if digest.hex().startswith(name)]
+        if not found:
+            raise UnknownChunk(f"chunk {name!r:.80} is unknown: register it, or send its text")
+        if len(found) > 1:
+            raise ValueError(f"chunk {name!r:.80} is ambiguous: give more digits of the digest")
+        return found[0]
 
     def remove(self, tenant: str | None, name: str) -> bool:
         """Forget the chunk with this id, unless the id is ambiguous. Returns whether a chunk was forgotten."""
         with self._lock:
-            found = self._find(tenant, name)
-            if len(found) == 1:
-                self._drop((tenant, found[0]))
-        return len(found) == 1
+            alike = self._alike(tenant, name)
+            rest = tuple([chunk for chunk in alike if not chunk[0].hex().startswith(name)])
+            if len(alike) - len(rest) != 1:
+                return False
+            self._chunks.pop((tenant, name[:MIN_DIGITS]))
+            if rest:
+                self._chunks.put((tenant, name[:MIN_DIGITS]), rest)
+        return True
 
-    def _find(self, tenant: str | None, name: str) -> list[str]:
-        return [digest for digest in self._digests.get((tenant, name[:16]), ()) if digest.startswith(name)]
-
-    def _drop(self, key: tuple[str | None, str]) -> None:
-        tenant, digest = key
-        self._num_tokens -= len(self._tokens.pop(key))
-        same = self._digests[tenant, digest[:16]]
-        same.discard(digest)
-        if not same:
-            del self._digests[tenant, digest[:16]]
+    def _alike(self, tenant: str | None, name: str) -> tuple[tuple[bytes, array], ...]:
+        return self._chunks.get((tenant, name[:MIN_DIGITS])) or ()
 
 
 def known_chunks(tokenizer_manager: Any) -> KnownChunks:
@@ -106,6 +105,8 @@ def with_tokens(
         return segments
     taken, num_chunks = [], 0
     for index, segment in enumerate(segments):
+        if hasattr(segment, "to_segment"):
+            segment = segment.to_segment()
         if isinstance(segment, Mapping) and segment.get("type") == "chunk":
             num_chunks += 1
             limit.check(num_chunks)
@@ -120,4 +121,7 @@ def _name(segment: Mapping[str, Any], where: str) -> str:
     name = segment["id"]
     if not isinstance(name, str) or segment.keys() != {"type", "id"}:
         raise ValueError(f"{where}: the id of a chunk must be a string, and replaces text and input_ids")
-    return name
+    try:
+        return check_id(name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

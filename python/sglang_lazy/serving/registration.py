@@ -2,29 +2,64 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import tokens_digest
 from sglang_lazy.core.segments import PromptLayout, parse_segment
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.requests import check_cache_salt, choose_link, tokenize, with_trained_tokens
+from sglang_lazy.serving.turns import Turns
 
 MAX_CHUNKS = 1000
 """The maximum number of chunks in one registration."""
 CAPACITY, MAX_REASON = 10_000, 500
 """The number of failures to remember, and the characters of each reason: 6 MB in all."""
-_AT_ONCE = 32
-"""How many chunks of one registration are queued at a time, so that other requests do not wait for all of them."""
-_ATTR = "_sglang_lazy_registrations"
+AT_ONCE = 32
+"""How many registered chunks a server has in its queue at a time."""
+BACKLOG, PER_CHUNK = 1 << 25, 1000
+"""How many tokens of registered chunks may wait in a server, and as how many tokens a chunk counts in addition, for
+what goes with it: 200 MiB in all."""
+RETRY_S = 5
+"""After how many seconds to send a registration again that a server had no room for."""
+_ATTR, _TURNS = "_sglang_lazy_registrations", "_sglang_lazy_registration_turns"
 
 logger = logging.getLogger(__name__)
 
 
-def parse_registration(manager: Any, body: Any, salt: str | None) -> tuple[list[list[int]], str]:
-    """The tokens of each chunk, and the policy that they are for, in the body of a registration.
+class Busy(ValueError):
+    """Too many registered chunks wait: answered with a 429."""
+
+
+class Chunk(NamedTuple):
+    """A chunk to be computed.  digest: `tokens_digest`, hexadecimal.  tokens: int32."""
+
+    digest: str
+    tokens: array
+
+    @property
+    def id(self) -> str:
+        return self.digest[:MIN_DIGITS]
+
+    @property
+    def size(self) -> int:
+        """What it takes of the backlog."""
+        return PER_CHUNK + len(self.tokens)
+
+
+class Registration(NamedTuple):
+    """chunks: the distinct ones.  requested: how many there were.  link: the policy that they are for."""
+
+    chunks: list[Chunk]
+    requested: int
+    link: str
+
+
+def parse_registration(manager: Any, body: Any, salt: str | None) -> Registration:
+    """The registration in the body of a request.
 
     body: `chunks`, a list of texts or of objects with `text` or `input_ids`, and `link`. Raises ValueError, naming the
     chunk, on bad input.
@@ -47,7 +82,9 @@ def parse_registration(manager: Any, body: Any, salt: str | None) -> tuple[list[
         raise ValueError(f"link {link!r} computes no chunks: name another")
     if policy.preamble == "lead":
         raise ValueError(f"link {link!r}: its chunks depend on the prompt, so they cannot be computed ahead")
-    return [_tokens(manager, index, chunk, salt, link) for index, chunk in enumerate(chunks)], link
+    tokens = [array("i", _tokens(manager, index, chunk, salt, link)) for index, chunk in enumerate(chunks)]
+    distinct = {one.tobytes(): one for one in tokens}.values()
+    return Registration([Chunk(tokens_digest(one).hex(), one) for one in distinct], len(tokens), link)
 
 
 def _tokens(manager: Any, index: int, chunk: Any, salt: str | None, link: str) -> list[int]:
@@ -67,7 +104,7 @@ def _tokens(manager: Any, index: int, chunk: Any, salt: str | None, link: str) -
 
 def prompt_for(tokens: Sequence[int], link: str, salt: str | None) -> tuple[list[int], PromptLayout]:
     """The prompt that computes a chunk as `link` needs it: the chunk, and one token of text."""
-    return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, computing(link))
+    return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, computing(link), ahead=True)
 
 
 def computing(link: str) -> str:
@@ -76,25 +113,40 @@ def computing(link: str) -> str:
 
 
 class Registrations:
-    """The progress of registrations: the chunks that wait to be computed, and the last `capacity` failures."""
+    """The progress of registrations: the chunks that wait to be computed, and the last `capacity` failures.
 
-    def __init__(self, capacity: int = CAPACITY):
-        self.capacity = capacity
+    backlog: how much may wait, see `Chunk.size`. A tenant may have no more waiting than there is room left for others.
+    """
+
+    def __init__(self, capacity: int = CAPACITY, backlog: int = BACKLOG):
+        self.capacity, self.backlog = capacity, backlog
         self._waiting: dict[tuple[str | None, str], list[str]] = {}  # digests, by tenant and id
+        self._sizes: Counter[str | None] = Counter()  # of what waits, by tenant
         self._failed: OrderedDict[tuple[str | None, str], tuple[str, str]] = OrderedDict()  # digest and reason
 
-    def begin(self, tenant: str | None, digest: str) -> None:
-        """Record that a chunk is to be computed, and forget an earlier failure."""
-        key = tenant, digest[:MIN_DIGITS]
-        self._waiting.setdefault(key, []).append(digest)
-        self._failed.pop(key, None)
+    def begin(self, tenant: str | None, chunks: Sequence[tuple[str, int]]) -> None:
+        """Record that chunks are to be computed, and forget earlier failures.  chunks: the digest and size of each.
 
-    def end(self, tenant: str | None, digest: str, reason: str | None) -> None:
+        Raises Busy, and records none, if there is no room for them now, and ValueError if there never is.
+        """
+        size = sum(size for _, size in chunks)
+        if 2 * size > self.backlog:
+            raise ValueError("the chunks are too long for one registration: send fewer at a time")
+        if self._sizes[tenant] + size > self.backlog - self._sizes.total() - size:
+            raise Busy("too many registered chunks are waiting: try again later")
+        self._sizes[tenant] += size
+        for digest, _ in chunks:
+            key = tenant, digest[:MIN_DIGITS]
+            self._waiting.setdefault(key, []).append(digest)
+            self._failed.pop(key, None)
+
+    def end(self, tenant: str | None, digest: str, size: int, reason: str | None) -> None:
         """Record the end of a registration.  reason: why the chunk was not computed, or not pinned; None if it was."""
         key = tenant, digest[:MIN_DIGITS]
         self._waiting[key].remove(digest)
         if not self._waiting[key]:
             del self._waiting[key]
+        self._sizes -= Counter({tenant: size})  # drops tenants without any
         if reason is not None:
             self._failed[key] = digest, reason[:MAX_REASON]
             if len(self._failed) > self.capacity:
@@ -119,21 +171,21 @@ class WorkerRegistrations:
 
     def __init__(self, all_of_them: Registrations):
         self._all = all_of_them
-        self._begun: list[tuple[str | None, str]] = []
+        self._begun: Counter[tuple[str | None, str, int]] = Counter()
         self.get, self.forget = all_of_them.get, all_of_them.forget
 
-    def begin(self, tenant: str | None, digest: str) -> None:
-        self._all.begin(tenant, digest)
-        self._begun.append((tenant, digest))
+    def begin(self, tenant: str | None, chunks: Sequence[tuple[str, int]]) -> None:
+        self._all.begin(tenant, chunks)
+        self._begun.update((tenant, *chunk) for chunk in chunks)
 
-    def end(self, tenant: str | None, digest: str, reason: str | None) -> None:
-        self._begun.remove((tenant, digest))
-        self._all.end(tenant, digest, reason)
+    def end(self, tenant: str | None, digest: str, size: int, reason: str | None) -> None:
+        self._begun -= Counter([(tenant, digest, size)])
+        self._all.end(tenant, digest, size, reason)
 
     def close(self) -> None:
         """Called when the worker has ended."""
-        for tenant, digest in self._begun:
-            self._all.end(tenant, digest, "the tokenizer worker that registered it has ended")
+        for begun in self._begun.elements():
+            self._all.end(*begun, "the tokenizer worker that registered it has ended")
 
 
 def registrations(tokenizer_manager: Any) -> Registrations:
@@ -146,35 +198,40 @@ def replace(tokenizer_manager: Any, kept: Any) -> None:
     setattr(tokenizer_manager, _ATTR, kept)
 
 
+def turns_of(tokenizer_manager: Any) -> Turns:
+    """The turns of registered chunks in `tokenizer_manager`, one of a server's several."""
+    if (turns := vars(tokenizer_manager).get(_TURNS)) is None:
+        turns = Turns(max(1, AT_ONCE // tokenizer_manager.server_args.tokenizer_worker_num))
+        setattr(tokenizer_manager, _TURNS, turns)
+    return turns
+
+
 async def compute(
-    chunks: Sequence[Sequence[int]],
+    chunks: Sequence[Chunk],
     run: Callable[[Sequence[int]], Awaitable[None]],
     progress: Registrations,
     tenant: str | None,
+    turns: Turns,
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Compute each of these distinct chunks with `run`. Returns the ids of those computed, and the others with reasons.
+    """Compute each of the chunks, which have begun, with `run`, in turn with those of other tenants.
 
-    progress: records the beginning and end of each.
+    Returns the ids of those computed, and the others with reasons.  progress: records the end of each.
     """
-    gate = asyncio.Semaphore(_AT_ONCE)
-    digests = [tokens_digest(tokens).hex() for tokens in chunks]
-    for digest in digests:
-        progress.begin(tenant, digest)
 
-    async def one(tokens: Sequence[int], digest: str) -> str | None:
+    async def one(chunk: Chunk) -> str | None:
         reason: str | None = "an internal error: see the server's log"
         try:
-            async with gate:
-                await run(tokens)
+            async with turns.turn(tenant):
+                await run(chunk.tokens)
             reason = None
         except ValueError as error:
             reason = str(error)
-            logger.warning("sglang-lazy: chunk %s could not be registered: %s", digest[:MIN_DIGITS], reason)
+            logger.warning("sglang-lazy: chunk %s could not be registered: %s", chunk.id, reason)
         finally:
-            progress.end(tenant, digest, reason)
+            progress.end(tenant, chunk.digest, chunk.size, reason)
         return reason
 
-    errors = await asyncio.gather(*map(one, chunks, digests))
-    ids = [digest[:MIN_DIGITS] for digest in digests]
+    errors = await asyncio.gather(*map(one, chunks))
+    ids = [chunk.id for chunk in chunks]
     done = [name for name, error in zip(ids, errors, strict=True) if error is None]
     return done, [{"id": name, "reason": error} for name, error in zip(ids, errors, strict=True) if error is not None]

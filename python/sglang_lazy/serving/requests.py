@@ -98,7 +98,7 @@ def to_generate_args(
 def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
     limit = chunk_limit(link, tokenizer_manager.context_len)
-    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size, limit)
+    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size, limit, by_id=True)
     check_length(tokenizer_manager, segments)
     prompt = tokenize(tokenizer_manager, segments, cache_salt)
     if not prompt.input_ids:

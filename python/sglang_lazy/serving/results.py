@@ -1,9 +1,10 @@
 """Reports of reuse in results: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from sglang_lazy.core.keys import Namespace, chunk_id, digests
@@ -35,8 +36,13 @@ class CachedTokens(int):
     __radd__ = __add__
 
 
-def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[dict[str, Any]]:
-    """Per chunk of a prompt: id, tokens, offset, and whether it was cached.  hits: bit i is set if chunk i was."""
+def chunk_report(
+    layout: PromptLayout, input_ids: list[int], hits: int, parts: Mapping[int, int] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Per chunk of a prompt: id, tokens, offset, whether it was cached, and how many of its tokens were reused.
+
+    hits: bit i is set if chunk i was cached.  parts: by index, how many tokens of these were reused, of others all.
+    """
     names = digests(input_ids, layout.chunks)
     return [
         {
@@ -44,6 +50,7 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
             "tokens": end - start,
             "offset": start,
             "hit": bool(hits >> index & 1),
+            "reused_tokens": parts.get(index, end - start) if hits >> index & 1 else 0,
         }
         for index, ((start, end), digest) in enumerate(zip(layout.chunks, names, strict=True))
     ]
@@ -76,18 +83,20 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     if "cached_tokens" not in meta_info:
         return  # aborted or timed out in the waiting queue: SGLang reports no counts
     details = dict(meta_info.get("cached_tokens_details") or {})
-    reuse = (meta_info["cached_tokens"], int(details.pop("chunk_hits", "0"), 16), details)
+    hits, parts = int(details.pop("chunk_hits", "0"), 16), details.pop("chunk_parts", "")
+    reuse = (meta_info["cached_tokens"], hits, parts, details)
     if parent is not None:
         # SGLang computes the prompt before its n samples, which then find all of it cached: the first report counts.
         reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)
-    cached_tokens, hits, details = reuse
+    cached_tokens, hits, parts, details = reuse
     # If chunks are outside the text (Comb), the scheduler's own count covers only the text.
     if "prompt" in details:
         meta_info["prompt_tokens"] = details["prompt"]
     meta_info["cached_tokens"] = CachedTokens(cached_tokens, details.get("chunk", 0))
     meta_info["cached_tokens_details"] = {name: n for name, n in details.items() if name != "prompt"} or None
     if finish_reason is not None:
-        meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits)
+        pairs = (map(int, part.split(":")) for part in parts.split(",") if part)
+        meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits, {index: n for index, n in pairs})
         first = parent is None or vars(parent).setdefault(_COUNTED_ATTR, obj) is obj
         if first and getattr(obj, "log_metrics", True):
             namespace = Namespace("chunk", obj.extra_key, layout.cache_salt)

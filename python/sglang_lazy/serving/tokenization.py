@@ -3,14 +3,14 @@
 import json
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.segments import PromptLayout, Segment
 
 _SENTINELS = ("\n", ".", "x")
-_REMEMBERED_CHARACTERS = 1 << 25
+_REMEMBERED_BYTES = 1 << 26
 
 
 class TokenizedPrompt(NamedTuple):
@@ -43,34 +43,24 @@ def concatenate(
 
 
 class RecentTokens:
-    """The tokens of the most recently used texts, up to `capacity` characters in all.
+    """The tokens of the most recently used texts, which take up to `capacity` bytes in all. Thread-safe.
 
     Encoding a document takes longer than finding its KV, and its tokens never change. Entries are per tenant: the time
     to first token must not reveal whether another tenant has sent a document.
     """
 
     def __init__(self, capacity: int):
-        self.capacity = capacity
-        self._tokens: OrderedDict[tuple[str | None, str], array] = OrderedDict()
-        self._characters = 0
+        self._tokens = Remembered[tuple[str | None, str], array](capacity)
         self._lock = threading.Lock()  # long prompts are tokenized in threads
 
     def get(self, tenant: str | None, text: str) -> list[int] | None:
         with self._lock:
             tokens = self._tokens.get((tenant, text))
-            if tokens is None:
-                return None
-            self._tokens.move_to_end((tenant, text))
-        return tokens.tolist()
+        return None if tokens is None else tokens.tolist()
 
     def add(self, tenant: str | None, text: str, tokens: list[int]) -> None:
         with self._lock:
-            if (tenant, text) not in self._tokens and len(text) <= self.capacity:
-                self._tokens[tenant, text] = array("i", tokens)
-                self._characters += len(text)
-            while self._characters > self.capacity:
-                (_, oldest), _ = self._tokens.popitem(last=False)
-                self._characters -= len(oldest)
+            self._tokens.put((tenant, text), array("i", tokens))
 
 
 class SegmentTokenizer:
@@ -87,7 +77,7 @@ class SegmentTokenizer:
         self.before, self.after = self._special_tokens()
         self._spaceless = _without_dummy_prefix(tokenizer) if getattr(tokenizer, "is_fast", False) else None
         self._adds_space = self._spaceless is None and _adds_dummy_prefix(tokenizer, self._no_specials)
-        self._recent_chunks = RecentTokens(_REMEMBERED_CHARACTERS)
+        self._recent_chunks = RecentTokens(_REMEMBERED_BYTES)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""

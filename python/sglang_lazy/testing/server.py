@@ -90,6 +90,13 @@ def _is_unused(port: int) -> bool:
     return True
 
 
+def _answers(port: int) -> bool:
+    """Whether something listens at this port of the loopback address."""
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextlib.contextmanager
 def running_server(
     flags: list[str],
@@ -105,13 +112,16 @@ def running_server(
     """Start a server on a loopback port, yield its URL once it is healthy, and stop it on exit.
 
     log: file for the server's output.
-    port: a free one by default.
+    port: a free one by default. Raises ServerError if something answers there, which would be taken for the server.
     timeout, usual: seconds to wait at most, and seconds that the progress bar expects.
     environment: variables for the server, which override those of this process.
     as_command: start it like a user. Otherwise, without a GPU, it is forked from a process that has imported SGLang.
     """
     free_port, nccl_port = free_ports(2)
-    port = port or free_port
+    if port is None:
+        port = free_port
+    elif _answers(port):
+        raise ServerError(f"port {port} is in use: what answers there would be taken for the server")
     arguments = ["--host", "127.0.0.1", "--port", str(port), *flags]
     if "--dp-size" not in flags:  # all ranks would listen on this port
         arguments += ["--nccl-port", str(nccl_port)]

@@ -165,6 +165,17 @@ def test_a_registration_is_polled(server):
     assert get(server, f"/{failing}", salt="other").status_code == 404
 
 
+def test_prompts_of_others_go_before_registered_chunks(server):
+    """However many one tenant registers: another's answer does not wait for all of them."""
+    dice, salt = Dice("many"), "many registrations"
+    for _ in range(20):
+        answer = register(server, *({"input_ids": dice.ids(200)} for _ in range(16)), salt=salt)
+    generate(server, segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")], cache_salt="another")
+    last = answer.json()["accepted"][-1]
+    assert get(server, f"/{last}", salt=salt).json()["registration"] == {"state": "waiting"}
+    assert wait_for(lambda: get(server, f"/{last}", salt=salt).json()["registration"] is None, 120)
+
+
 def test_bad_registrations(server):
     for chunks, body, reason in (
         ([], {}, "1 to 1000"),
@@ -213,6 +224,27 @@ def test_prompts_name_a_chunk_by_its_id(server):
     assert requests.delete(f"{server}/chunks/{name}", headers=headers, timeout=60).status_code == 200
     gone = requests.post(server + "/generate", json=bodies["/generate"], headers=headers, timeout=60)
     assert gone.status_code == 404
+
+
+@pytest.mark.parametrize("name", ["abc", "0" * 15, "0" * 65, "x" * 16])
+def test_malformed_ids_are_no_unknown_chunks(server, name):
+    by_id = {"type": "chunk", "id": name}
+    messages = {"messages": [{"role": "user", "content": [by_id]}]}
+    bodies = {
+        "/generate": {"segments": [by_id]},
+        "/v1/completions": {"segments": [by_id], "prompt": ""},
+        "/v1/chat/completions": messages,
+        "/v1/responses": {"input": messages["messages"]},
+        "/v1/messages": messages,
+    }
+    for path, body in bodies.items():
+        full = {"model": "any", "max_tokens": 2, **body} if path != "/generate" else body
+        answer = requests.post(server + path, json=full, timeout=60)
+        assert answer.status_code == 400 and "has 16 to 64 hexadecimal digits" in answer.text, (path, answer.text)
+    for method, path in (("GET", ""), ("PATCH", ""), ("DELETE", ""), ("GET", "/uses")):
+        url = f"{server}/lazy/uses/{name}" if path else f"{server}/chunks/{name}"
+        answer = requests.request(method, url, json={"pin": True} if method == "PATCH" else None, timeout=60)
+        assert answer.status_code == 400 and "has 16 to 64 hexadecimal digits" in answer.text, (method, answer.text)
 
 
 def test_an_id_outlives_the_kv(server):

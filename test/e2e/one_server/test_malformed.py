@@ -107,6 +107,11 @@ CASES = {
         {**CHAT, "chunk_seperator": "##"},
         "did you mean 'chunk_separator'",
     ),
+    "a client's argument": (
+        "/v1/chat/completions",
+        {**CHAT, "extra_body": {"link": "full"}},
+        "extra_body is an argument of OpenAI's client",
+    ),
     "a former name": ("/v1/messages", {**CHAT, "salt": "a"}, "did you mean 'cache_salt'"),
     "segments in a chat": ("/v1/responses", {**RESPONSE, "segments": [text("Who?")]}, "segments are for /generate"),
     "segments for Ollama": ("/api/generate", {**OLLAMA, "segments": [text("Who?")]}, "segments are for /generate"),
@@ -142,6 +147,40 @@ CASES = {
         "logprobs must be at least 1",
     ),
 }
+
+
+PART = {"role": "user", "content": [{"type": "chonk", "text": "x"}]}
+TOLD = {
+    "chat, a part of no type": ("/v1/chat/completions", {**CHAT, "messages": [PART]}, "messages[0].content[0].type: "),
+    "chat, no content": ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content: "),
+    "chat, a number": ("/v1/chat/completions", {**CHAT, "messages": [{**USER, "content": 3}]}, "messages[0].content: "),
+    "responses, a part of no type": ("/v1/responses", {**RESPONSE, "input": [PART]}, "messages[0].content[0].type: "),
+    "responses, a number": ("/v1/responses", {**RESPONSE, "input": 3}, "input: Input should be a valid string or"),
+    "messages, a number": ("/v1/messages", {**CHAT, "max_tokens": "x"}, "max_tokens: Input should be a valid integer"),
+    "messages, a part of no type": ("/v1/messages", {**CHAT, "messages": [PART]}, "messages[0].content[0]: Input tag"),
+    "completions, a text": ("/v1/completions", {**COMPLETION, "max_tokens": "x"}, "max_tokens: Input should be a"),
+    "completions, segments": ("/v1/completions", {**COMPLETION, "prompt": [chunk("x")]}, "given as `segments`"),
+    "generate, a list": ("/generate", [3], "Input should be an object"),
+    "generate, segments": ("/generate", {"text": ["x", chunk("x")]}, "text[1]: a prompt with chunks is given as"),
+    "tokenize, a number": (
+        "/tokenize",
+        {"model": "m", "prompt": 3},
+        "prompt: Input should be a valid string or a valid",
+    ),
+    "no JSON": ("/generate", None, "the body is not JSON: unexpected end of data"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_the_error_that_matters_is_told(server, case):
+    """In a line, without the other alternatives of a union, the server's paths, or the whole body."""
+    path, body, reason = TOLD[case]
+    how = {"json": body} if body is not None else {"data": "{", "headers": {"Content-Type": "application/json"}}
+    response = requests.post(server + path, timeout=60, **how)
+    told = response.json()
+    message = told.get("error", told)["message"]
+    assert response.status_code == 400 and reason in message, message
+    assert len(message) < 250 and not any(part in message for part in ("\n", ".py", "pydantic", "loc", "None")), message
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,3 +239,48 @@ def test_a_stream_with_logprobs_whose_grammar_is_refused(server, path, body):
     answer = requests.post(server + path, json={**body, "stream": True, "regex": "("}, timeout=60)
     (event,) = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     assert event["error"]["code"] == 400 and "grammar" in event["error"]["message"].lower(), answer.text
+
+
+NUMBERS = {"max_new_tokens": 4.0, "temperature": 0, "skip_special_tokens": 0, "ignore_eos": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "Who?", "sampling_params": NUMBERS, "top_logprobs_num": 0.0}),
+        ("/generate", {"segments": [text("Read: "), chunk(RIVER)], "sampling_params": NUMBERS}),
+        ("/generate", {"text": ["Who?", "Where?"], "sampling_params": [NUMBERS, NUMBERS]}),
+        (
+            "/vertex_generate",
+            {"instances": [{"text": "Who?"}], "parameters": {"sampling_params": NUMBERS, "stream": 0}},
+        ),
+        ("/v1/completions", {**COMPLETION, "max_tokens": 4.0, "skip_special_tokens": 0, "ignore_eos": 1}),
+    ],
+)
+def test_numbers_of_another_type_are_converted(server, path, body):
+    answer = requests.post(server + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    answer = answer.json()
+    for one in answer if isinstance(answer, list) else [answer]:
+        counts = [
+            one.get("eval_count"),
+            *(one.get(place, {}).get("completion_tokens") for place in ("usage", "meta_info")),
+        ]
+        assert 4 in counts
+
+
+@pytest.mark.parametrize("fields", [{"sampling_params": {"n": "x"}}, {"rid": {}}, {"rid": "mine"}])
+def test_a_stream_that_was_refused_aborts_nobody_and_keeps_its_connection(server, fields):
+    """Two seconds after a stream, SGLang aborts its id. Here it is that of a longer request, before and after it."""
+    long = {"rid": "mine", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+    with requests.Session() as other, requests.Session() as session:
+        answered = session.post(f"{server}/generate", json={"text": "Who?", "stream": True, **ONE, "rid": "mine"})
+        assert answered.ok and "error" not in answered.text
+        answer = other.post(f"{server}/generate", json={"text": "Who?", **long}, stream=True, timeout=60)
+        events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith(b"data: {"))
+        assert next(events)["meta_info"]["finish_reason"] is None
+        refused = session.post(f"{server}/generate", json={"text": "Who?", "stream": True, **ONE, **fields}, timeout=60)
+        assert "error" in refused.text
+        *_, last = events
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 2000}
+        assert session.post(f"{server}/generate", json={"text": "Who?", **ONE}, timeout=60).ok

@@ -107,6 +107,16 @@ def test_the_page_shows_what_prompts_use(server, shown):
     other = first if opened == second else second
     expect(shown.locator("#graph a")).to_have_text(f"{other[:8]}… in 2")
 
+    assert shown.url.endswith(f"/lazy#{opened}/{SALT}")
+    shown.reload()
+    expect(shown.locator("#chunk-id")).to_have_text(opened)
+    expect(fact(shown, "tenant")).to_have_text(SALT)
+    expect(shown.locator("#graph circle")).to_have_count(2)
+    shown.keyboard.press("Escape")
+    shown.get_by_role("textbox", name="Tenant").fill(SALT)
+    shown.get_by_role("textbox", name="Tenant").press("Enter")
+    shown.locator("#hottest").locator(f"[data-chunk='{opened}']").click()
+
     patch(server, opened, True)
     expect(fact(shown, "pinned")).to_have_text("until it is ended")
     expect(shown.locator("#pinned button")).to_have_attribute("title", opened)

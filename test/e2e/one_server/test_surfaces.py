@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -68,6 +70,24 @@ def test_chunks_are_reused_in_another_order(generate, tokenizer):
     assert [report["offset"] for report in warm["chunks"]] == [
         offset, offset + sizes[0] + 1, offset + sizes[0] + sizes[1] + 2
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "link", ["epic:tokens=500", "epic:tokens=4", "query:ratio=0.4", "query:ratio=1", "blend:ratio=0.4"]
+)
+def test_a_chunk_that_is_recomputed_is_still_a_hit(generate, link):
+    """Of the reused tokens there are as many as the policy keeps; without any, the prompt is an ordinary one."""
+    segments = prompt(RIVER, RAILWAY)
+    cold = generate(segments=segments, cache_salt=link)["meta_info"]
+    warm = generate(segments=[*segments, text("?")], cache_salt=link, link=link)["meta_info"]
+    assert [report["hit"] for report in cold["chunks"]] == [False] * 2
+    assert [report["hit"] for report in warm["chunks"]] == [True] * 2
+    reused, tokens = (sum(report[key] for report in warm["chunks"]) for key in ("reused_tokens", "tokens"))
+    assert reused == (warm["cached_tokens_details"] or {}).get("chunk", 0)
+    if link.startswith("epic"):
+        assert reused == (0 if "500" in link else tokens - 8)
+    else:
+        assert reused == tokens - math.ceil(float(link.partition("=")[2]) * tokens)
 
 
 def test_forms_of_the_same_prompt_give_the_same_answer(generate, post, tokenizer):
@@ -487,20 +507,36 @@ def test_choices_right_after_a_chunk_are_refused(endpoint):
     assert "prompt logprobs from position" in str(state.error())
 
 
+ONE_BOOLEAN = {
+    "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False
+}  # fmt: skip
+
+
 def test_structured_output_over_chunks(generate, chat):
     """A grammar holds for answers over chunks, cold and warm, on both APIs."""
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    params = {"temperature": 0, "max_new_tokens": 24, "json_schema": json.dumps(schema)}
+    params = {"temperature": 0, "max_new_tokens": 24, "json_schema": json.dumps(ONE_BOOLEAN)}
     documents = [RIVER + " Seen from the bridge.", LIBRARY + " Seen from the square."]
     for _ in range(2):
         answer = generate(segments=prompt(*documents), sampling_params=params)
         assert isinstance(json.loads(answer["text"])["ok"], bool)
         documents.reverse()
     assert answer["meta_info"]["cached_tokens_details"]["chunk"] > 0
-    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ONE_BOOLEAN}}
     messages = [user("Read: ", chunk(RIVER), " True?")]
     reply = chat(messages, response_format=response_format, max_tokens=24, ignore_eos=False)
     assert isinstance(json.loads(reply.json()["choices"][0]["message"]["content"])["ok"], bool)
+
+
+def test_a_regex_and_required_tools_over_chunks(generate, chat, server):
+    """A server on a CPU must survive them, too."""
+    params = {"temperature": 0, "max_new_tokens": 8, "regex": "(19|20)[0-9]{2}"}
+    assert re.fullmatch(params["regex"], generate(segments=prompt(RIVER), sampling_params=params)["text"])
+    tool = {"type": "function", "function": {"name": "look", "parameters": ONE_BOOLEAN}}
+    messages = [user("Read: ", chunk(RIVER), " True?")]
+    reply = chat(messages, tools=[tool], tool_choice="required", max_tokens=64, ignore_eos=False)
+    content = reply.json()["choices"][0]["message"]["content"]  # SGLang's schema lets it go on with other keys
+    assert re.match(r'\[\{"name": ?"look", ?"parameters": ?\{"ok": ?(true|false)\}', content), content
+    assert requests.get(server + "/health", timeout=60).status_code == 200
 
 
 def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_model):

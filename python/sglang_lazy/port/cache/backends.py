@@ -1,8 +1,16 @@
 """Put objects, uint8 tensors of any length, into SGLang's storage backends, and get them."""
 
+import contextlib
+import ctypes
+import os
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_WRITE_AND_WAIT = 0b111
 
 
 class TensorBackend:
@@ -15,6 +23,15 @@ class TensorBackend:
         """Allocate a uint8 buffer for `put` and `get`, to be used for as long as it lives."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    @property
+    def can_clear(self) -> bool:
+        """Whether `clear` deletes anything: SGLang's own does not."""
+        return getattr(type(self.backend), "clear", HiCacheStorage.clear) is not HiCacheStorage.clear
+
+    def clear(self) -> bool:
+        """Delete all objects, and whatever else is in the same place. Returns whether that succeeded."""
+        return self.backend.clear() is not False  # most return nothing
+
     def put(self, key: str, stored: torch.Tensor) -> bool:
         """Store an object. Returns whether that succeeded."""
         return bool(self.backend.batch_set([key], [stored]))
@@ -25,6 +42,30 @@ class TensorBackend:
             return False
         found = self.backend.batch_get([key], [stored])
         return bool(found) and found[0] is not None
+
+
+class FileBackend(TensorBackend):
+    """SGLang's files. Each is on the disk before its thread writes the next.
+
+    Otherwise the system collects gigabytes that it has yet to write. At its limit it stops whoever adds to them, if
+    only by a line of a log: the scheduler, and the HTTP process.
+    """
+
+    def put(self, key: str, stored: torch.Tensor) -> bool:
+        if not super().put(key, stored):
+            return False
+        with contextlib.suppress(FileNotFoundError):  # SGLang has evicted it
+            _write_out(self.backend._get_component_path(key))
+        return True
+
+
+def _write_out(path: str) -> None:
+    """Write a file's data to the disk. `fdatasync` would also commit the journal, which log files wait for."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        _LIBC.sync_file_range(file, 0, 0, _WRITE_AND_WAIT)
+    finally:
+        os.close(file)
 
 
 class AddressBackend(TensorBackend):

@@ -16,18 +16,46 @@ import torch
 import xxhash
 
 from sglang_lazy.port.cache.backends import TensorBackend
-from sglang_lazy.port.cache.in_order import InOrder
+from sglang_lazy.port.cache.calls import Calls
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """The most bytes of keys and values in one object, unless a single token has more."""
+NUM_READERS, NUM_WRITERS = 8, 4
+"""Threads. Prompts wait for reads. Nobody waits for writes, which take cores and memory bandwidth from passes."""
 _HEADER = struct.Struct("<8s32sII16s")
 _MAGIC = b"lazy-kv1"
 
 
+class Gate:
+    """Lets threads access the host's memory until it is closed."""
+
+    def __init__(self) -> None:
+        self._open, self._num_inside, self._left = True, 0, threading.Condition()
+
+    @contextlib.contextmanager
+    def passed(self) -> Iterator[bool]:
+        """A context for access; its value says whether that is allowed."""
+        with self._left:
+            allowed = self._open
+            self._num_inside += allowed
+        try:
+            yield allowed
+        finally:
+            with self._left:
+                self._num_inside -= allowed
+                self._left.notify_all()
+
+    def close(self) -> None:
+        """Allow no more access, and wait until nobody has any."""
+        with self._left:
+            self._open = False
+            self._left.wait_for(lambda: not self._num_inside)
+
+
 class ChunkObjects:
-    """Moves chunks between a host pool and a backend. `written` and `read` hold the requests, in their order.
+    """Moves chunks between a host pool and a backend. `written` and `read` hold the requests.
 
     An object is a header and a piece's keys and values, [2, layers, tokens, heads, head_dim] in the cache's dtype. The
     header has the chunk's name, the piece's index, its length in tokens and the XXH3 of its KV. An object that does not
@@ -36,71 +64,64 @@ class ChunkObjects:
 
     def __init__(self, backend: TensorBackend, pool: Any):
         self.backend, self.pool = backend, pool
-        self.written, self.read = self._new_calls(), self._new_calls()
-        self._given_up, self._num_touching, self._touched = False, 0, threading.Condition()
+        self.written, self.read = self._new_calls(NUM_WRITERS), self._new_calls(NUM_READERS)
+        self._writes, self._reads = Gate(), Gate()
         self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
         self._rows, self._starts = _rows(pool.kv_buffer)
         self._buffers = threading.local()
 
-    def _new_calls(self) -> InOrder:
-        return InOrder()
+    def _new_calls(self, num_threads: int) -> Calls:
+        return Calls(num_threads)
 
     def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
         """Store the KV in these slots of the host, int64, which must not change before the write has ended."""
-        self.written.ask(what, self._each_piece(self._write, name, slots))
+        self.written.ask(what, self._each_piece(self._write, self._writes, name, slots))
 
     def start_read(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
         """Fetch KV into these slots of the host, int64."""
-        self.read.ask(what, self._each_piece(self._read, name, slots))
+        self.read.ask(what, self._each_piece(self._read, self._reads, name, slots))
 
-    def settle(self, patience: float) -> bool:
-        """Wait until all requests have ended; see `InOrder.settle`. Returns False if the backend ends no call for
-        `patience` seconds."""
-        return self.written.settle(patience) and self.read.settle(patience)
+    def drop_writes(self) -> list[Any]:
+        """Forget all writes: from now on those in progress read nothing from the host's memory. Returns what they were
+        requested for."""
+        dropped = self.written.drop()
+        self._writes.close()
+        self._writes = Gate()
+        return dropped
 
-    def give_up(self) -> None:
-        """Keep calls in progress from accessing the host's memory from now on."""
-        with self._touched:
-            self._given_up = True
-            self._touched.wait_for(lambda: not self._num_touching)
+    def drop_reads(self) -> None:
+        """Forget all reads: from now on those in progress write nothing to the host's memory."""
+        self.read.drop()
+        self._reads.close()
+        self._reads = Gate()
+
+    def stop(self) -> None:
+        """End the threads."""
         self.written.stop()
         self.read.stop()
 
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[bool]:
-        """A context for access to the host's memory; its value says whether that is allowed."""
-        with self._touched:
-            allowed = not self._given_up
-            self._num_touching += allowed
-        try:
-            yield allowed
-        finally:
-            with self._touched:
-                self._num_touching -= allowed
-                self._touched.notify_all()
-
-    def _each_piece(self, act: Callable, name: bytes, slots: torch.Tensor) -> Iterator[Callable[[], bool]]:
+    def _each_piece(self, act: Callable, gate: Gate, name: bytes, slots: torch.Tensor) -> Iterator[Callable[[], bool]]:
         for index, piece in enumerate(slots.split(self._tokens)):
-            yield functools.partial(act, name, index, piece.numpy())
+            yield functools.partial(act, gate, name, index, piece.numpy())
 
-    def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+    def _write(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
         stored, rows = self._new_object(len(slots))
-        with self._memory() as allowed:
+        with gate.passed() as allowed:
             if not allowed:
                 return False
             np.take(self._rows, self._starts + slots, out=rows, mode="clip")  # other modes copy once more
         stored[: _HEADER.size] = np.frombuffer(_header(name, index, len(slots), stored), np.uint8)
         return self.backend.put(_key(name, index), torch.from_numpy(stored))
 
-    def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+    def _read(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
         stored, rows = self._new_object(len(slots))
         stored[: _HEADER.size] = 0  # the buffer may hold the same object's header from an earlier read
-        if self._given_up or not self.backend.get(_key(name, index), torch.from_numpy(stored)):
+        if not self.backend.get(_key(name, index), torch.from_numpy(stored)):
             return False
         if stored[: _HEADER.size].tobytes() != _header(name, index, len(slots), stored):
             logger.warning("sglang-lazy: stored object %s is damaged", _key(name, index))
             return False
-        with self._memory() as allowed:
+        with gate.passed() as allowed:
             if allowed:
                 self._rows[self._starts + slots] = rows
             return allowed
@@ -133,4 +154,6 @@ def _key(name: bytes, index: int) -> str:
 
 
 def _header(name: bytes, index: int, num_tokens: int, stored: np.ndarray) -> bytes:
-    return _HEADER.pack(_MAGIC, name, index, num_tokens, xxhash.xxh3_128_digest(stored[_HEADER.size :].data))
+    checksum = xxhash.xxh3_128()
+    checksum.update(stored[_HEADER.size :].data)  # lets other threads run, as `xxh3_128_digest` did not before 4.0
+    return _HEADER.pack(_MAGIC, name, index, num_tokens, checksum.digest())

@@ -4,10 +4,11 @@ import types
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port.cache.connect import connect_storage
 from sglang_lazy.port.cache.cross import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
-from sglang_lazy.port.cache.storage import StoredHiRadixCache, connect_storage
+from sglang_lazy.port.cache.storage import StoredHiRadixCache
 from sglang_lazy.port.model.comb import chunk_pool_of
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.cache.storage import StoredHiRadixCache
 
 
 class TextRadixCache(LazyRadixCache):
@@ -32,11 +33,14 @@ class TextRadixCache(LazyRadixCache):
 class TextHiRadixCache(TextRadixCache, LazyHiRadixCache):
     """The same with a host tier for both pools."""
 
-    chunks: LazyHiRadixCache
+    chunks: StoredHiRadixCache
 
-    def __init__(self, *params: Any, chunks: LazyHiRadixCache):
+    def __init__(self, *params: Any, chunks: StoredHiRadixCache):
         super().__init__(*params, chunks=chunks)
         chunks.host_report = self.host_report  # it counts both
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return self.chunks.detach_storage_backend()
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()

@@ -84,7 +84,7 @@ class LazyHiRadixCache(HostLoads, LazyRadixCache, _HiRadixCache):
     def _update_host_leaf_status(self, node: TreeNode) -> None:
         super()._update_host_leaf_status(node)
         if node in self.evictable_host_leaves:
-            self._host_heap.push(node)
+            self._host_heap.push(node, self.evictable_host_leaves)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         node = super()._split_node(key, child, split_len)
@@ -134,7 +134,7 @@ class LazyHiRadixCache(HostLoads, LazyRadixCache, _HiRadixCache):
                 continue
             num_evicted += self._remove_from_host(leaf)
         for leaf in protected:
-            self._host_heap.push(leaf)
+            self._host_heap.push(leaf, self.evictable_host_leaves)
 
     def _remove_from_host(self, leaf: TreeNode) -> int:
         num_tokens = self.cache_controller.evict_host(leaf.host_value)

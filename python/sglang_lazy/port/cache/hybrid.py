@@ -177,7 +177,7 @@ class LazyHybridCache(LazyRadixCache):
 
     def _offer_window(self, node: TreeNode) -> None:
         self._unlocked_windows.add(node)
-        self._window_heap.push(node)
+        self._window_heap.push(node, self._unlocked_windows)
 
     # Insertion
 

@@ -8,22 +8,20 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
-from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.cache.backends import AddressBackend, TensorBackend
+from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.calls import Calls, Ended
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
-from sglang_lazy.port.cache.in_order import Ended, InOrder
-from sglang_lazy.port.cache.tier_report import StorageReport, measured
-from sglang_lazy.port.model.identity import identity_of
+from sglang_lazy.port.cache.tier_report import StorageReport
 
 logger = logging.getLogger(__name__)
 
@@ -63,33 +61,79 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
         identity: returns a digest of the weights that KV depends on: the model's for None, else those of the adapter
             with this id; None if it is not loaded. Called again after each flush. Hashing the model reads all its
-            weights, so it is done here: the first request must not wait for it.
+            weights: see `identify`.
         """
         self._backend, self._identity, self.report = backend, identity, report
-        self._identified[None] = identity(None)
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
+        self._identified.clear()
+        self.identify()
+
+    def identify(self) -> None:
+        """Hash the model, unless that has been done since the last flush."""
+        if self.objects is not None and None not in self._identified:
+            self._identified[None] = self._identity(None)
 
     def reset(self) -> None:
         if self.objects is not None:
+            self._drop_reads(self.objects)
             self._settle(self.objects)
-        self.store.fetching.clear()
         self._late: dict[ChunkKey, Fetch] = {}
         self._num_writing = self._num_fetching = 0  # tokens
+        self._behind = False
         self._identified: dict[str | None, bytes | None] = {}
         super().reset()
 
-    def _settle(self, objects: ChunkObjects) -> None:
-        """Finish all reads and writes, for as long as the backend makes progress: slots are about to be reused."""
-        settled = torch.tensor(objects.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
+    def _drop_reads(self, objects: ChunkObjects) -> None:
+        """Forget the reads in progress."""
+        if self._num_fetching:
+            objects.drop_reads()
+        for fetch in self.fetches:
+            self.token_to_kv_pool_host.free(fetch.slots)
+        self.store.fetching.clear()
+        self._late.clear()
+        self._num_fetching, self._behind = 0, False
+
+    def _settle(self, objects: ChunkObjects) -> bool:
+        """Finish the writes in progress, for as long as the backend makes progress, and forget the others. Returns
+        whether there were no others."""
+        settled = torch.tensor(objects.written.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
         self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
+        self._take_written(objects)
         if settled:
-            self.check_hicache_events()
-            return
-        objects.give_up()
-        num_lost = len(objects.written)
-        self.report.unstored(num_lost)
-        logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", num_lost)
-        self.objects = self.objects_class(self._backend, self.token_to_kv_pool_host)
+            return True
+        for _, path, num_tokens in (lost := objects.drop_writes()):
+            self._let_go(path, num_tokens)
+        self.report.unstored(len(lost))
+        logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", len(lost))
+        return False
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Use storage no more; returns whether that succeeded, and a message, as SGLang does. No request may run."""
+        if (objects := self.objects) is None:
+            return True, "there was no storage"
+        self._drop_reads(objects)
+        self._settle(objects)
+        self.objects = None
+        objects.stop()
+        if hasattr(self._backend.backend, "close"):
+            self._backend.backend.close()
+        return True, "chunks are neither stored nor fetched until the server is started again"
+
+    def clear_storage_backend(self) -> bool:
+        """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks. Reads in progress
+        find nothing. Chunks that other tiers have stay there, and are stored when they are used again."""
+        if (objects := self.objects) is None or not self._backend.can_clear:
+            return False
+        self._drop_reads(objects)
+        objects.written.cancel()
+        settled, cleared = self._settle(objects), self._backend.clear()
+        self._barrier_attn_groups()
+        # Another rank may have deleted a file first.
+        done = torch.tensor(settled and (cleared or self._backend.clear()), dtype=torch.int64)
+        self._all_reduce_attn_groups(done, torch.distributed.ReduceOp.MIN)
+        for chunk in self.store.catalog:
+            chunk.stored = None
+        return bool(done)
 
     @property
     def storage_name(self) -> str:
@@ -103,8 +147,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return False
         if chunk.key in self.store.fetching or chunk.key in self._late:
             return True
-        if self._late and self.prefetch_stop_policy == "timeout":
-            return False  # storage has fallen behind: no request waits for it until it has caught up
+        if self._behind and self.prefetch_stop_policy == "timeout":
+            return False
         name = self._name(chunk.key)
         slots = None if name is None else self._host_slots(chunk.num_tokens)
         if name is None or slots is None:
@@ -125,22 +169,14 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if self.objects is None:
             return
         if self._num_writing:
-            for call in self._ended(self.objects.written):
-                chunk, path, num_tokens = call.what
-                chunk.stored = call.succeeded
-                for node in path:
-                    node.release_host()
-                self._num_writing -= num_tokens
-                if call.succeeded:
-                    self.report.stored(num_tokens, call.seconds)
-                else:
-                    self.report.unstored()
+            self._take_written(self.objects)
         if self.store.fetching or self._late:
             for call in self._ended(self.objects.read):
                 fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
+                self._behind = False
                 self._end_fetch(fetch, call)
         if self.store.fetching:
-            self._stop_waiting()
+            self._stop_waiting(self.objects)
 
     def _end_fetch(self, fetch: Fetch, call: Ended) -> None:
         self._num_fetching -= len(fetch.slots)
@@ -152,16 +188,19 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if not call.succeeded or not self._adopt(fetch.chunk, fetch.slots):
             self.token_to_kv_pool_host.free(fetch.slots)
 
-    def _stop_waiting(self) -> None:
+    def _stop_waiting(self, objects: ChunkObjects) -> None:
         """Let requests compute the chunks that they have waited for long enough, on any tensor-parallel rank."""
         now, fetches = self.clock(), list(self.store.fetching.items())
         waits = torch.tensor([now - fetch.asked_at < fetch.patience for _, fetch in fetches], dtype=torch.int64)
         self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
-        for (key, fetch), still in zip(fetches, waits.tolist(), strict=True):
-            if not still:
-                self._late[key] = fetch
-                del self.store.fetching[key]
-                self.report.late()
+        late = [key for (key, _), still in zip(fetches, waits.tolist(), strict=True) if not still]
+        for key in late:
+            self._late[key] = self.store.fetching.pop(key)
+            self.report.late()
+        if late and self.prefetch_stop_policy == "timeout":
+            can_read = torch.tensor(min([objects.read.abandon(key) for key in late]), dtype=torch.int64)
+            self._all_reduce_attn_groups(can_read, torch.distributed.ReduceOp.MIN)
+            self._behind = not can_read
 
     def _host_slots(self, num_tokens: int) -> torch.Tensor | None:
         pool = self.token_to_kv_pool_host
@@ -221,6 +260,21 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self._num_writing += len(slots)
         objects.start_write(name, slots, (chunk, path, len(slots)))
 
+    def _take_written(self, objects: ChunkObjects) -> None:
+        for call in self._ended(objects.written):
+            chunk, path, num_tokens = call.what
+            chunk.stored = call.succeeded
+            self._let_go(path, num_tokens)
+            if call.succeeded:
+                self.report.stored(num_tokens, call.seconds)
+            else:
+                self.report.unstored()
+
+    def _let_go(self, path: list[TreeNode], num_tokens: int) -> None:
+        for node in path:
+            node.release_host()
+        self._num_writing -= num_tokens
+
     # Both
 
     @property
@@ -234,17 +288,17 @@ class StoredHiRadixCache(LazyHiRadixCache):
         hangs must not take all of it."""
         return self.token_to_kv_pool_host.size // 2
 
-    def _ended(self, asked: InOrder) -> Iterator[Ended]:
+    def _ended(self, calls: Calls) -> list[Ended]:
         """The results that all tensor-parallel ranks have; one succeeded if it did on all ranks. Ranks make the same
         requests in the same order."""
-        num_ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
+        calls.relieve(self.prefetch_timeout_config.max)
+        num_ended = torch.tensor(calls.num_ended, dtype=torch.int64)
         self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
         if not num_ended:
-            return
-        ended = [asked.take() for _ in range(int(num_ended))]
-        succeeded = torch.tensor([call.succeeded for call in ended], dtype=torch.int64)
-        self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
-        yield from (call._replace(succeeded=bool(ok)) for call, ok in zip(ended, succeeded.tolist(), strict=True))
+            return []
+        outcomes = torch.tensor(calls.outcomes(), dtype=torch.int64)
+        self._all_reduce_attn_groups(outcomes, torch.distributed.ReduceOp.MIN)
+        return calls.take(outcomes.tolist())
 
     def _path(self, node: TreeNode) -> list[TreeNode]:
         path = []
@@ -267,24 +321,3 @@ class StoredHiRadixCache(LazyHiRadixCache):
             digest.update(identified)
         digest.update(repr((kind, key.namespace.own_key, salt, variant)).encode() + key.tokens + key.check)
         return digest.digest()
-
-
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
-    """Connect a cache, created without storage, to the backend that SGLang's flags name."""
-    name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
-    extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
-    # In place of the model's name: identities tell models apart, whatever folder they are served from.
-    config = cache.cache_controller._generate_storage_config("sglang-lazy", extra_config)
-    backend = StorageBackendFactory.create_backend(name, config, pool)
-    if name == "mooncake":
-        objects: TensorBackend = AddressBackend(backend)
-    else:
-        backend.register_mem_pool_host(pool)
-        objects = TensorBackend(backend)
-    report = StorageReport(pool.get_size_per_token())
-    if has_metrics:
-        ranks = ("tp_rank", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
-        labels = {"storage_backend": name, "dp_rank": cache.cache_controller.dp_rank}
-        labels |= {rank: getattr(config, rank) for rank in ranks} | (args.extra_metric_labels or {})
-        report = measured(pool.get_size_per_token(), labels, args)
-    cache.connect(objects, lambda adapter: identity_of(runner, adapter), report)

@@ -19,7 +19,7 @@ from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
-from sglang_lazy.policies import get_policy
+from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
@@ -83,8 +83,9 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     """
     if reasons := unfit_flags(runner.server_args) + unfit_model(runner, untested=config.untested_model):
         raise Unfit(reasons)
-    if reason := refusal(get_policy(config.default_link), server_traits(runner)):
-        raise Unfit([reason])
+    default = policy_elsewhere(config.default_link)
+    if reason := refusal(default, server_traits(runner)):
+        raise Unfit([f"--lazy-default-link {config.default_link}: {reason}"])
     num_rows = len(runner.req_to_token_pool.req_to_token)
     if num_cross_layers(runner.model_config):
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
@@ -106,7 +107,7 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     hybrid = isinstance(runner.token_to_kv_pool, SWAKVPool)
     window_slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None
     model = ServedModel(kv_buffers, layers, window_slots)
-    get_policy(config.default_link).warm_up(model)
+    default.warm_up(model)
     return SegmentTable(
         num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers, hybrid)
     )

@@ -152,6 +152,16 @@ def check_held(updater: Any, message: Any) -> None:
         raise OperationError(f"this memory was released before: {', '.join(lost)}")
 
 
+def check_updated(output: Any, _scheduler: Any, message: Any) -> Any:
+    """After `Scheduler.set_internal_state`, which changes all values or none, and answers with a 200 anyway."""
+    if not output.updated:
+        raise OperationError(
+            f"nothing was changed: not all of {', '.join(message.server_args)} can be set to these values while the "
+            "server runs; its log says which"
+        )
+    return output
+
+
 # In the HTTP process
 
 
@@ -190,6 +200,7 @@ _NEED_IDLE = (
 HOOKS = (
     Hook(f"{_SCHEDULER}.init_request_dispatcher", guard, "AFTER"),
     Hook(f"{_SCHEDULER}.process_input_requests", handle_postponed, "AFTER"),
+    Hook(f"{_SCHEDULER}.set_internal_state", check_updated, "AFTER"),
     *(Hook(f"{_UPDATER}.{name}", when_idle, "AROUND") for name in _NEED_IDLE),
     Hook(f"{_UPDATER}.release_memory_occupation", check_held, "BEFORE"),
     Hook(f"{_UPDATER}.resume_memory_occupation", check_released, "BEFORE"),

@@ -14,8 +14,8 @@ from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
-from sglang_lazy.policies import get_policy
+from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
+from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.comb import new_encoder
@@ -38,6 +38,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
     if isinstance(scheduler.tree_cache, LazyRadixCache):
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
+        check_default_preamble(config.default_link, preamble, scheduler.model_config.context_len)
         runner = scheduler.tp_worker.model_runner
         scheduler.tree_cache.admission = new_admission(
             scheduler,
@@ -101,6 +102,15 @@ def neutral_preamble(text: str, tokenizer: Any) -> array:
     return tokens
 
 
+def check_default_preamble(link: str, preamble: array, context_len: int) -> None:
+    """Raise ValueError if no prompt could be served under the default policy `link` after this preamble."""
+    if get_policy(link).preamble == "neutral" and not 0 < len(preamble) < context_len:
+        raise ValueError(
+            f"--lazy-default-link {link}: --lazy-preamble has {len(preamble)} tokens, and a chunk after it would have "
+            f"to fit into {context_len} positions"
+        )
+
+
 def internal_requests(scheduler: Any) -> NewRequest:
     """A function that makes the requests of fills and probes."""
     params = SamplingParams(max_new_tokens=0, temperature=0)
@@ -143,6 +153,7 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         admission.arrival.receive(req)  # now that it has a priority, which its probe inherits
         if lazy_state(req) is not None:
             admission.linked_waiting = True
+            admission.ahead.waiting |= is_ahead(req)
             _drop_layout(req)
 
 
@@ -160,7 +171,7 @@ def _refuse_chunks(req: Req) -> None:
         return
     try:
         layout = requested_layout(req)
-        if layout is not None and get_policy(layout.link).reuses:
+        if layout is not None and policy_elsewhere(layout.link).reuses:
             raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
     except ValueError as error:
         req.set_finish_with_abort(str(error))
@@ -252,8 +263,14 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
 
     def details(req: Req) -> dict | None:
         state = linked(req)
-        if state is None:
+        if state is None and not unused_hits(req):
             return get_cached_tokens_details(req)
+        if state is None:
+            return {
+                **(get_cached_tokens_details(req) or {"device": 0, "host": 0}),
+                "chunk": 0,
+                **hits_by_chunk(req, None),
+            }
         reported = cached_tokens_details(req, state)
         if "storage" in reported:  # a label of SGLang's metrics
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.store.tree.storage_name
@@ -264,16 +281,28 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
 
 def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
     """A linked request's reused tokens by source, as results report them."""
-    hits = f"{state.hit_mask:x}"  # a string: with many chunks it exceeds the integers of a message
     host, storage = state.num_loaded_tokens(fetched=False), state.num_loaded_tokens(fetched=True)
     return {
         "device": req.cached_tokens - host - storage,
         "host": host,
         **({"storage": storage} if storage else {}),
         "chunk": state.num_reused_tokens,
-        "chunk_hits": hits,
+        **hits_by_chunk(req, state),
         **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.cross else {}),
     }
+
+
+def hits_by_chunk(req: Any, state: LinkedRequest | None) -> dict[str, str]:
+    """Which chunks of a prompt were cached, a bit mask; once it has been answered, also those that it reuses in part.
+
+    Strings: with many chunks the mask exceeds the integers of a message.
+    """
+    mask, unused = state.hit_mask if state is not None else 0, unused_hits(req)
+    hits = {"chunk_hits": f"{mask | unused:x}"}
+    if req.finished():
+        none = [(i, 0) for i in range(unused.bit_length()) if unused >> i & 1]
+        hits["chunk_parts"] = ",".join(f"{i}:{n}" for i, n in (state.partly_reused if state is not None else []) + none)
+    return hits
 
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from sglang.srt.entrypoints import http_server
 
 from sglang_lazy.port.serving.server_fields import refuse_server_fields
-from sglang_lazy.serving.fields import check_fields
+from sglang_lazy.serving.fields import FIELDS, check_fields
 
 
 async def check_body(request: Request, kind: type) -> None:
@@ -23,6 +23,8 @@ async def check_body(request: Request, kind: type) -> None:
     if not isinstance(body, Mapping):
         return
     check_fields(body, _fields_of(kind))
+    if isinstance(extra := body.get("extra_body"), Mapping) and any(name in FIELDS for name in extra):
+        raise ValueError("extra_body is an argument of OpenAI's client: in JSON, its fields are those of the body")
     for fields in (body, body.get("parameters")):  # as Vertex AI calls those of `/generate`
         if isinstance(fields, Mapping):
             refuse_server_fields(fields, http_server.get_global_state().tokenizer_manager.server_args)

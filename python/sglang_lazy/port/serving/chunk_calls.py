@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.keys import tokens_digest
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.scheduler.control import ask
@@ -28,7 +28,7 @@ from sglang_lazy.serving.chunk_lists import (
 )
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks
 from sglang_lazy.serving.pieces import all_pieces
-from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations
+from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations, turns_of
 from sglang_lazy.serving.requests import with_layout
 from sglang_lazy.serving.surveys import surveys_of
 from sglang_lazy.serving.threads import in_thread
@@ -94,13 +94,16 @@ def _adapters(manager: Any) -> dict[str, str]:
 
 
 async def register_chunks(manager: Any, tenant: str | None, body: Any, size: int = 0) -> dict[str, Any]:
-    """Compute chunks ahead of use.  body: as of `POST /chunks`, which has `size` bytes."""
-    chunks, link = await in_thread(size, parse_registration, manager, body, tenant)
+    """Compute chunks ahead of use.  body: as of `POST /chunks`, which has `size` bytes.
+
+    Raises Busy, a ValueError, if too many wait already.
+    """
+    chunks, requested, link = await in_thread(size, parse_registration, manager, body, tenant)
     if (adapter := body.get("lora_path")) is not None and adapter not in _adapters(manager):
         raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
     pins = {name: body[name] for name in ("pin", "ttl") if name in body}
     pin, ttl = pin_arguments(pins) if pins else (False, None)
-    await ask(manager, "get", tenant=tenant, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
+    await ask(manager, "get", tenant=tenant, prefix=chunks[0].id)  # refuses without reuse
 
     async def run(tokens: Sequence[int]) -> None:
         input_ids, layout = prompt_for(tokens, link, tenant)
@@ -111,19 +114,22 @@ async def register_chunks(manager: Any, tenant: str | None, body: Any, size: int
                 reason = "evicted meanwhile" if skip["reason"] == "unknown" else skip["reason"]
                 raise ValueError(f"computed, but not pinned: {reason}")
 
-    requested = len(chunks)
-    if not get_policy(link).trained:  # its tokens are not those of the text alone
-        for tokens in chunks:
-            known_chunks(manager).add(tenant, tokens)
-    chunks = list({tuple(tokens): tokens for tokens in chunks}.values())
-    work = asyncio.ensure_future(compute(chunks, run, registrations(manager), tenant))
+    progress = registrations(manager)
+    progress.begin(tenant, [(chunk.digest, chunk.size) for chunk in chunks])
+    try:
+        if not get_policy(link).trained:  # its tokens are not those of the text alone
+            await in_thread(size, known_chunks(manager).add_all, tenant, [chunk.tokens for chunk in chunks])
+    except BaseException:
+        for chunk in chunks:
+            progress.end(tenant, chunk.digest, chunk.size, None)
+        raise
+    work = asyncio.ensure_future(compute(chunks, run, progress, tenant, turns_of(manager)))
     _under_way.add(work)
     work.add_done_callback(_end)
     if body.get("wait"):
         affected, skipped = await asyncio.shield(work)
         return {"requested": requested, "affected": affected, "skipped": skipped}
-    accepted = [chunk_id(tokens_digest(tokens)) for tokens in chunks]
-    return {"requested": requested, "accepted": accepted, "skipped": []}
+    return {"requested": requested, "accepted": [chunk.id for chunk in chunks], "skipped": []}
 
 
 async def _generate(manager: Any, input_ids: list[int], layout: PromptLayout, adapter: str | None) -> str | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Header, HTTPException, Path, Query, Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.openai.protocol import ErrorResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
@@ -17,6 +18,7 @@ from sglang_lazy.port.serving import chunk_calls, chunk_schemas
 from sglang_lazy.port.serving.page import PAGE_ROUTE
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.known_chunks import UnknownChunk
+from sglang_lazy.serving.registration import RETRY_S, Busy
 from sglang_lazy.serving.requests import check_cache_salt, salt_of
 from sglang_lazy.serving.usage import usage_of
 
@@ -182,6 +184,9 @@ async def register_chunks(request: Request) -> Response:
         salt = body.get("cache_salt") if isinstance(body, dict) else None
         salt, size = salt_of(salt, request.headers), len(await request.body())
         answer = await chunk_calls.register_chunks(_manager(), salt, body, size)
+    except Busy as error:
+        refusal = ErrorResponse(message=str(error), type=HTTPStatus.TOO_MANY_REQUESTS.phrase, code=429)
+        return ORJSONResponse(refusal.model_dump(), 429, {"Retry-After": str(RETRY_S)})
     except ValueError as error:
         raise _refused(error) from None
     return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED if "accepted" in answer else HTTPStatus.OK)

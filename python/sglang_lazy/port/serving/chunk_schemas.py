@@ -143,7 +143,7 @@ def _described(answer: Any, errors: tuple[HTTPStatus, ...] = (), body: Any = Non
 
 
 LIST = _described(ChunkPage, (HTTPStatus.FORBIDDEN,))
-REGISTER = _described(RegisteredChunks, body=_REGISTRATION, ACCEPTED=AcceptedChunks)
+REGISTER = _described(RegisteredChunks, (HTTPStatus.TOO_MANY_REQUESTS,), _REGISTRATION, ACCEPTED=AcceptedChunks)
 GET = _described(ChunkStatus, (HTTPStatus.NOT_FOUND,))
 PATCH = _described(PinnedChunks, (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT), _PIN)
 DELETE = _described(DeletedChunks, (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT))

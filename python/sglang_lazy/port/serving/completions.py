@@ -38,6 +38,8 @@ class CompletionsRequest(CompletionRequest):
                     segments = segments_in(data.get("prompt"), separator, limit_of(data))
                 data = data if segments is None else {**data, "segments": segments, "prompt": None}
             given = frozenset(name for name, value in data.items() if value is not None)
+            if data.get("prompt") in ("", []):  # which OpenAI's client does not let one leave out
+                given -= {"prompt"}
             if "segments" in given and "prompt" not in given:
                 data = {**data, "prompt": _STAND_IN}
         request = handler(data)
@@ -71,6 +73,6 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
 def _check(serving: Any, request: CompletionsRequest) -> None:
     for field in ("prompt", "suffix"):
         if field in request._given:
-            raise ValueError(f"segments cannot be combined with {field}")
+            raise ValueError(f"segments cannot be combined with {field}: leave it out, or empty")
     if serving.template_manager.completion_template_name is not None:
         raise ValueError("segments cannot be combined with a completion template (--completion-template)")

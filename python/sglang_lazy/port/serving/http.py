@@ -7,13 +7,14 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import page, stock_routes
+from sglang_lazy.port.serving import page, refused_bodies, stock_routes
 from sglang_lazy.port.serving.bodies import check_body
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
@@ -27,6 +28,7 @@ from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_to
 from sglang_lazy.serving.requests import chunk_limit, keep_apart, refuse_without_segments, salt_of, to_generate_args
 from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
+from sglang_lazy.serving.validation import told
 
 
 @dataclasses.dataclass
@@ -180,7 +182,7 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
             serving = await in_thread(size, converting_ahead, serving, request, raw_request)
         response = await serving.handle_messages(request, raw_request)
     except ValueError as error:
-        return refuse(str(error), _status(error))
+        return refuse(told(error), _status(error))
     except Refused as error:
         return refuse(str(error))
     return await fail_before_stream(response, refuse) if request.has_chunks else response
@@ -227,6 +229,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     app.add_exception_handler(OperationError, _operation_failed)
     add_routes(app)
     page.add_route(app)
+    app.add_exception_handler(RequestValidationError, refused_bodies.refuse)
     app.openapi_schema = None
 
 

@@ -8,10 +8,12 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
+from pydantic import ValidationError
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.serving.typed import convert_request
+from sglang_lazy.serving.validation import told
 
 _READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
 _ONE_FOR_EACH_PROMPT = (
@@ -46,6 +48,8 @@ def reading() -> Iterator[None]:
     """
     try:
         yield
+    except ValidationError as error:
+        raise ValueError(told(error)) from None
     except _READ_ERRORS as error:
         _logger.exception("A request cannot be read")
         raise ValueError(f"the request is malformed: {type(error).__name__}: {error}") from error

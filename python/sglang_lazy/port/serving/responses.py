@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
+from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
@@ -49,10 +50,13 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
 
     earlier: the response that the request follows, or None.
     """
-    with reading():
-        if not isinstance(request, ResponsesRequest):
-            return await make(serving, request, earlier, tokenizer)
-        return await in_thread(request._size, finished, _make_request(make, serving, request, earlier, tokenizer))
+    try:
+        with reading():
+            if not isinstance(request, ResponsesRequest):
+                return await make(serving, request, earlier, tokenizer)
+            return await in_thread(request._size, finished, _make_request(make, serving, request, earlier, tokenizer))
+    except ValueError as error:  # SGLang tells this one as it is, and adds "None" to others
+        raise _MediaInputValidationError(str(error)) from None
 
 
 async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:

@@ -20,9 +20,10 @@ from sglang_lazy.port.serving.server_fields import INTERNAL_PARAMS
 
 _NAMES = ("rid", "session_id", "conversation_id", "routing_key", "lora_path")
 """Fields with a name, or one for each prompt of a batch."""
-_OWN_CHECKS = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data", "sampling_params"}
-"""Fields that are not converted: prompts may be long, and are read before a request leaves this process."""
-_OWN_CHECKS |= {"extra_key", "session_params"}  # see `keep_apart`, and below
+_PROMPT = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data"}
+"""Fields that are not converted: they may be long, and are read before a request leaves this process."""
+_OWN_CHECKS = _PROMPT | {"sampling_params", "session_params", "extra_key"}
+"""Fields that are checked elsewhere: the last one by `keep_apart`."""
 
 
 class _Fields(NamedTuple):

@@ -2,6 +2,22 @@
 
 let opened = null; // what the dialog shows: the id of a chunk, and whose it is
 
+// The chunk that the page's address names is shown, and no other.
+function follow() {
+  const [, id, salt = ""] = location.hash.match(/^#([0-9a-f]{16,64})(?:\/(.*))?$/) || [];
+  if (!id) return $("chunk").close();
+  const mine = opened && address(opened.id, opened.cache_salt) === location.hash;
+  if (survey && !mine) open(id, decoded(salt));
+}
+
+function decoded(salt) {
+  try {
+    return decodeURIComponent(salt);
+  } catch {
+    return salt;
+  }
+}
+
 async function open(id, salt) {
   opened = {id, cache_salt: salt, uses: ""};
   $("chunk-id").textContent = id;
@@ -71,12 +87,16 @@ function showUses({num_prompts, prompts, together}) {
     return [element("circle", {cx: from, cy: at, r: 4, fill: "currentColor"}), label];
   });
   const used = nodes.map(({id, prompts: count}, j) => {
-    const at = y(j, nodes.length), block = element("rect", {x: to, y: at - 7, width: 14, height: 14, rx: 3});
-    block.style.fill = colour(id);
+    const at = y(j, nodes.length), block = element("g", {}, ...colours(id).map((colour, i) => {
+      const [from, end] = [ENDS[i - 1] || 0, ENDS[i]].map(part => 16 * part / 100);
+      const band = element("rect", {x: to + from, y: at - 7, width: end - from, height: 14});
+      band.style.fill = colour;
+      return band;
+    }));
     const words = `${brief(id)} ${j ? `in ${count}` : "this one"}`;
-    const label = element("text", {x: to + 22, y: at + 4, class: j ? "" : "mine"}, words);
+    const label = element("text", {x: to + 24, y: at + 4, class: j ? "" : "mine"}, words);
     if (!j) return element("g", {}, block, label);
-    return leadTo(element("a", {href: `#${id}`}, block, label), id, opened.cache_salt);
+    return leadTo(element("a", {href: address(id, opened.cache_salt)}, block, label), id, opened.cache_salt);
   });
   const size = {viewBox: `0 0 ${width} ${height}`, height};
   const words = {role: "group", "aria-label": "Prompts and the chunks that they use"};

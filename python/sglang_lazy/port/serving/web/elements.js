@@ -18,20 +18,33 @@ function fill(parent, items, make, update) {
   items.forEach((item, i) => update(parent.children[i] || parent.appendChild(make()), item));
 }
 
-// A click on `node` shows this chunk.  salt: whose it is, null for the shared one.
+// A chunk's address on this page.  salt: whose it is, null or empty for the shared one.
+const address = (id, salt) => `#${id}${salt ? `/${encodeURIComponent(salt)}` : ""}`;
+
+// A click on `node` shows this chunk.
 function leadTo(node, id, salt) {
   node.dataset.chunk = id;
   node.dataset.salt = salt || "";
   return node;
 }
 
-function colour(id) {
-  const hue = Math.round(parseInt(id.slice(0, 4), 16) * 360 / 65536), shade = parseInt(id[4], 16) % 3 - 1;
-  return `oklch(calc(var(--light) + ${shade * .09}) ${.13 + shade * .02} ${hue})`;
+// Three colours of 72: a single one, of so few that eyes tell apart, would stand for many chunks.
+function colours(id) {
+  return [0, 1, 2].map(i => {
+    const drawn = parseInt(id.slice(5 * i, 5 * i + 5), 16) % 72, shade = drawn % 3 - 1;
+    return `oklch(calc(var(--light) + ${shade * .09}) ${.13 + shade * .02} ${15 * Math.floor(drawn / 3)})`;
+  });
+}
+
+const ENDS = [50, 75, 100]; // of the three, in percent
+
+function bands(id) {
+  const [one, two, three] = colours(id);
+  return `linear-gradient(to right, ${one} ${ENDS[0]}%, ${two} 0 ${ENDS[1]}%, ${three} 0)`;
 }
 
 function swatch(id) {
   const made = element("span", {class: "swatch"});
-  made.style.background = colour(id);
+  made.style.background = bands(id);
   return made;
 }

@@ -4,8 +4,9 @@ document.addEventListener("click", event => {
   const target = event.target.closest("[data-chunk]");
   if (!target) return;
   event.preventDefault();
-  open(target.dataset.chunk, target.dataset.salt);
+  location.hash = address(target.dataset.chunk, target.dataset.salt);
 });
+addEventListener("hashchange", follow);
 for (const [kind, on] of [["pointerover", 1], ["focusin", 1], ["pointerout", 0], ["focusout", 0]]) {
   $("prompts").addEventListener(kind, ({target}) => {
     for (const block of $("prompts").querySelectorAll("[data-chunk]")) {
@@ -21,7 +22,10 @@ $("prompts").addEventListener("keydown", event => {
   next.focus();
 });
 $("close").addEventListener("click", () => $("chunk").close());
-$("chunk").addEventListener("close", () => { opened = null; });
+$("chunk").addEventListener("close", () => {
+  opened = null;
+  if ($("key").hidden) history.replaceState(null, "", location.pathname); // else it is shown again to who has the key
+});
 $("chunk").addEventListener("click", ({target}) => { if (target === $("chunk")) $("chunk").close(); });
 $("more").addEventListener("click", () => list(true));
 $("pause").addEventListener("click", () => {
@@ -31,11 +35,13 @@ $("pause").addEventListener("click", () => {
   if (survey) show();
 });
 for (const [form, act] of Object.entries({
-  find: () => open($("wanted").value, $("salt").value),
+  find: () => { location.hash = address($("wanted").value, $("salt").value); },
   list: () => list(false),
   key: () => {
-    sessionStorage.setItem("key", $("secret").value);
+    const key = $("secret").value;
     $("secret").value = "";
+    if (/[^\x20-\x7e]/.test(key)) return refuse(); // no header can carry it
+    sessionStorage.setItem("key", key);
     poll();
   },
 })) {

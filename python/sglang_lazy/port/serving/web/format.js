@@ -13,6 +13,17 @@ function percent(part, all) {
   return `${share.toFixed(share % 100 && Math.abs(share - 50) > 49 ? 1 : 0)}%`;
 }
 
+// Of all parts, in tenths of a percent, so that they add up to 100: those cut off most get what is missing.
+function shares(parts) {
+  const all = parts.reduce((total, part) => total + part, 0);
+  if (!all) return parts.map(() => "–");
+  const tenths = parts.map(part => Math.floor(1000 * part / all));
+  const missing = 1000 - tenths.reduce((total, part) => total + part, 0);
+  const cut = parts.map((part, i) => [1000 * part / all - tenths[i], i]).sort(([a], [b]) => b - a);
+  for (const [, i] of cut.slice(0, missing)) tenths[i]++;
+  return tenths.map((part, i) => (part || !parts[i] ? `${(part / 10).toFixed(1)}%` : "<0.1%"));
+}
+
 function ago(time) {
   const now = survey.time + (performance.now() - received) / 1000;
   const seconds = Math.max(0, Math.round(now - time));

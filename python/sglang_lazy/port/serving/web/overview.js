@@ -37,10 +37,10 @@ function showMemory({resident, pinned, evictable, host}, memory) {
   const others = $("all").checked ? "" : ", other tenants";
   const tiers = [{
     name: "Device", ...memory.device, other: `text${others}`,
-    shares: [["pinned", "pinned", pinned], ["locked", "in use", locked], ["evictable", "evictable", evictable]],
+    uses: [["pinned", "pinned", pinned], ["locked", "in use", locked], ["evictable", "evictable", evictable]],
   }];
   if (memory.host) {
-    tiers.push({name: "Host", ...memory.host, other: `copies, text${others}`, shares: [["host", "here alone", host]]});
+    tiers.push({name: "Host", ...memory.host, other: `copies, text${others}`, uses: [["host", "here alone", host]]});
   }
   document.body.classList.toggle("tiers", tiers.length > 1);
   fill($("memory"), tiers, makeTier, showTier);
@@ -52,12 +52,13 @@ function makeTier() {
   return element("div", {}, element("div"), element("div", {class: "bar", role: "img"}), table);
 }
 
-function showTier(shown, {name, size, free, other, shares}) {
-  const unknown = size - free - shares.reduce((total, [, , {tokens}]) => total + tokens, 0);
-  const all = [...shares, ["other", other, {tokens: Math.max(0, unknown)}], ["free", "free", {tokens: free}]];
+function showTier(shown, {name, size, free, other, uses}) {
+  const unknown = size - free - uses.reduce((total, [, , {tokens}]) => total + tokens, 0);
+  const all = [...uses, ["other", other, {tokens: Math.max(0, unknown)}], ["free", "free", {tokens: free}]];
+  const share = shares(all.map(([, , {tokens}]) => tokens));
   const [title, bar, table] = shown.children;
-  title.textContent = `${name}: ${whole.format(size)} tokens, ${percent(size - free, size)} taken`;
-  bar.setAttribute("aria-label", all.map(([, label, {tokens}]) => `${label} ${percent(tokens, size)}`).join(", "));
+  title.textContent = `${name}: ${whole.format(size)} tokens, ${whole.format(size - free)} taken`;
+  bar.setAttribute("aria-label", all.map(([, label], i) => `${label} ${share[i]}`).join(", "));
   fill(bar, all, () => element("i"), (segment, [kind, , {tokens}]) => {
     segment.className = kind;
     segment.style.width = `${100 * tokens / size}%`;
@@ -66,11 +67,11 @@ function showTier(shown, {name, size, free, other, shares}) {
     const head = element("th", {scope: "row"}, element("span"), "");
     return element("tr", {}, head, element("td"), element("td"), element("td"));
   };
-  fill(table.tBodies[0], all, make, (row, [kind, label, {chunks, tokens}]) => {
+  fill(table.tBodies[0], all.map((one, i) => [...one, share[i]]), make, (row, [kind, label, {chunks, tokens}, part]) => {
     const [head, ...cells] = row.children;
     head.firstChild.className = `swatch ${kind}`;
     head.lastChild.data = label;
-    const texts = [chunks === undefined ? "" : whole.format(chunks), whole.format(tokens), percent(tokens, size)];
+    const texts = [chunks === undefined ? "" : whole.format(chunks), whole.format(tokens), part];
     cells.forEach((cell, i) => { cell.textContent = texts[i]; });
   });
 }
@@ -118,13 +119,15 @@ function inWords(history) {
 
 function makePrompt() {
   const strip = element("div", {class: "strip", role: "group"});
-  return element("li", {class: "prompt"}, element("span", {class: "dim"}), element("span"), strip);
+  const [when, link] = [element("span", {class: "dim"}), element("span", {class: "dim link"})];
+  return element("li", {class: "prompt"}, when, link, element("span"), strip);
 }
 
 function showPrompt(row, {time, link, cache_salt, num_chunks, chunks}) {
   if (row.className !== "prompt") row.replaceWith(row = makePrompt());
-  const [when, found, strip] = row.children, hits = chunks.filter(({hit}) => hit).length;
-  when.textContent = when.title = `${ago(time)} · ${link}`;
+  const [when, policy, found, strip] = row.children, hits = chunks.filter(({hit}) => hit).length;
+  when.textContent = ago(time);
+  policy.textContent = link;
   found.textContent = `${hits} of ${chunks.length}`;
   strip.setAttribute("aria-label", `${hits} of ${chunks.length} chunks were cached`);
   const more = num_chunks > chunks.length ? [null] : [];
@@ -134,7 +137,7 @@ function showPrompt(row, {time, link, cache_salt, num_chunks, chunks}) {
     const {id, tokens, hit} = chunk;
     leadTo(block, id, cache_salt);
     block.className = hit ? "hit" : "miss";
-    block.style.cssText = `flex-grow: ${tokens}; background: ${colour(id)}; border-color: ${colour(id)}`;
+    block.style.cssText = `flex-grow: ${tokens}; background: ${bands(id)}; border-color: ${colours(id)[0]}`;
     block.title = `${id}, ${plural(tokens, "token")}, ${hit ? "cached" : "not cached"}`;
     block.setAttribute("aria-label", block.title);
     block.tabIndex = block === strip.firstElementChild ? 0 : -1; // arrows lead to the others
@@ -148,7 +151,7 @@ function showList(list, field) {
     const button = item.firstElementChild, [block, id, tag, value] = button.children;
     leadTo(button, chunk.id, chunk.cache_salt).title = chunk.id;
     button.style.background = `linear-gradient(to right, var(--bar) ${100 * chunk[field] / most}%, transparent 0)`;
-    block.style.background = colour(chunk.id);
+    block.style.background = bands(chunk.id);
     id.textContent = brief(chunk.id);
     tag.textContent = [
       chunk.pinned && list !== "pinned" && "pinned",

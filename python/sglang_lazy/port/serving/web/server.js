@@ -20,11 +20,19 @@ async function ask(path, query = {}) {
 function complain(error) {
   if (!error.status) console.error(error);
   const keyless = error.status === 401;
+  if (keyless && sessionStorage.getItem("key")) refuse();
   $("key").hidden = !keyless;
+  if (keyless) $("chunk").close();
   $("message").hidden = keyless;
   $("message").textContent = error.status ? error.message : "The server does not answer; trying again.";
   $("status").textContent = keyless ? "locked" : error.status ? "refused" : "no connection";
   $("numbers").hidden = keyless || !survey;
+}
+
+// Says so until another key has opened the page.
+function refuse() {
+  sessionStorage.removeItem("key");
+  $("wrong").hidden = false;
 }
 
 async function poll() {
@@ -35,10 +43,11 @@ async function poll() {
       const answer = await ask("lazy/survey");
       if (mine !== turn) return;
       [survey, received] = [answer, performance.now()];
-      $("message").hidden = $("key").hidden = true;
+      $("message").hidden = $("key").hidden = $("wrong").hidden = true;
       $("numbers").hidden = false;
       show();
       if (opened) await showChunk();
+      else follow();
     } catch (error) {
       if (mine !== turn) return;
       complain(error);

@@ -1,0 +1,75 @@
+"""Values that were used recently, within a number of bytes: what clients send must not make a process grow."""
+
+import gc
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+ENTRY = 200
+"""Bytes of an entry beside its key and value."""
+
+
+def size_of(*parts: Any) -> int:
+    """The bytes of objects and of those in their tuples, as if nothing else held them."""
+    return sum([sys.getsizeof(part) + (size_of(*part) if isinstance(part, tuple) else 0) for part in parts])
+
+
+def deep_size(value: Any) -> int:
+    """The bytes of an object and of all that it holds, each counted once, except classes and functions."""
+    num_bytes, left, seen = 0, [value], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen and not callable(one):
+            seen.add(id(one))
+            num_bytes += sys.getsizeof(one)
+            left += gc.get_referents(one)
+    return num_bytes
+
+
+class Remembered(Generic[K, V]):
+    """The values used last, by key, of `capacity` bytes at most. Not thread-safe.
+
+    size: returns the bytes of a key and its value; by default `size_of` both.
+    num_bytes: held now.
+    """
+
+    def __init__(self, capacity: int, size: Callable[[K, V], int] = size_of):
+        self.capacity, self.num_bytes = capacity, 0
+        self._size, self._values = size, OrderedDict[K, tuple[V, int]]()  # with their sizes
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> V | None:
+        """The value, which is used now; None if there is none."""
+        if (found := self._values.get(key)) is None:
+            return None
+        self._values.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V) -> None:
+        """Remember a value, unless it is too large, instead of the key's former one; forget the least recently used."""
+        self.pop(key)
+        size = ENTRY + self._size(key, value)
+        if size > self.capacity:
+            return
+        self._values[key] = value, size
+        self.num_bytes += size
+        while self.num_bytes > self.capacity:
+            self.pop(next(iter(self._values)))
+
+    def pop(self, key: K) -> V | None:
+        """Forget a value, and return it; None if there is none."""
+        if (found := self._values.pop(key, None)) is None:
+            return None
+        self.num_bytes -= found[1]
+        return found[0]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._values.clear()
+        self.num_bytes = 0

@@ -1,0 +1,43 @@
+"""What SGLang does two seconds after a stream has ended: it aborts the request by its id, in case the client has left.
+
+It does so for requests that were refused or answered as well. Then the id may be another request's, which would be
+aborted; or the request has not been read so far that it has one, and an error closes the connection.
+
+Can go once SGLang's task knows whether its request still runs.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.background import BackgroundTask
+
+from sglang_lazy.port.hooks import Hook
+
+SECONDS = 2
+_BEGUN = "_sglang_lazy_begun"
+
+
+def begin(lifecycles: dict[str, object], _manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> dict[str, object]:
+    """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's uses of its ids."""
+    setattr(obj, _BEGUN, lifecycles)
+    return lifecycles
+
+
+def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
+    """Around `TokenizerManager.create_abort_task`: abort what still runs of this request."""
+
+    async def abort() -> None:
+        await asyncio.sleep(SECONDS)
+        for rid, lifecycle in getattr(obj, _BEGUN, {}).items():
+            state = manager.rid_to_state.get(rid)
+            if state is not None and state.lifecycle_id is lifecycle:
+                manager.abort_request(rid)
+
+    return BackgroundTask(abort)
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS = (
+    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", begin, "AFTER"),
+    Hook(f"{_TOKENIZER_MANAGER}.create_abort_task", create_abort_task, "AROUND"),
+)

@@ -1,0 +1,41 @@
+"""A hook that keeps the last running request alive when memory runs out."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import retract_all
+
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.scheduler.steps import admission_of
+
+
+def update_running_batch(update: Callable, scheduler: Any, batch: Any) -> Any:
+    """Around `Scheduler.update_running_batch`, which aborts the last request that it could not retract, if there is no
+    slot for its next token: pins end first, and a prompt in chunked prefill, which is not in the batch, starts anew."""
+    admission = admission_of(scheduler)
+    if admission is not None and admission.may_lack_slots(len(batch.reqs)):
+        left = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+        while len(left) == 1 and not batch.check_decode_mem(left):
+            if not admission.give_up_pins() and not _retract_chunked(scheduler):
+                break
+    return update(scheduler, batch)
+
+
+def _retract_chunked(scheduler: Any) -> bool:
+    """Put the request in chunked prefill back into the queue; returns False if there is none."""
+    req, scheduler.chunked_req = scheduler.chunked_req, None
+    if req is None:
+        return False
+    retract_all(
+        reqs=[req],
+        server_args=scheduler.server_args,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+    )
+    scheduler._add_request_to_queue(req, is_retracted=True)
+    return True
+
+
+HOOKS = (Hook("sglang.srt.managers.scheduler.Scheduler.update_running_batch", update_running_batch, "AROUND"),)

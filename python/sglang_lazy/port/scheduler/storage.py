@@ -1,0 +1,45 @@
+"""Hooks on the scheduler's messages about storage. Its routes do what they say, or answer why not."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+from sglang_lazy.port.cache.storage import StoredHiRadixCache
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.repairs.operators import OperationError
+from sglang_lazy.port.scheduler.steps import admission_of
+
+
+def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHiCacheReqOutput:
+    """Around `Scheduler.clear_hicache_storage_wrapped`, which reports success whatever happens.
+
+    Raises OperationError if there is nothing to clear, or it fails.
+    """
+    if not scheduler.enable_hicache_storage:
+        raise OperationError("there is no storage: servers have one with --hicache-storage-backend")
+    tree = scheduler.tree_cache if admission_of(scheduler) is None else scheduler.tree_cache.store.tree
+    if not tree.clear_storage_backend():
+        raise OperationError("the storage backend has not deleted everything, or cannot; the log may say why")
+    return ClearHiCacheReqOutput(success=True)
+
+
+def identify(flushed: bool, scheduler: Any, *_args: Any, **_kwargs: Any) -> bool:
+    """After `Scheduler.flush_cache`: hash the model again, so that the next request need not wait for it. Not while its
+    weights have left the memory."""
+    if flushed and admission_of(scheduler) is not None:
+        tree = scheduler.tree_cache.store.tree
+        if (
+            isinstance(tree, StoredHiRadixCache)
+            and GPU_MEMORY_TYPE_WEIGHTS not in scheduler.weight_updater.offload_tags
+        ):
+            tree.identify()
+    return flushed
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    Hook(f"{_SCHEDULER}.clear_hicache_storage_wrapped", clear_storage, "AROUND"),
+    Hook(f"{_SCHEDULER}.flush_cache", identify, "AFTER"),
+)
