@@ -1,6 +1,7 @@
 """Chunks under chat templates that do something with content: the prompt is what the template makes of plain text."""
 
 import contextlib
+import inspect
 import itertools
 import json
 import re
@@ -21,6 +22,7 @@ from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.rendering import Rendering
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
+CONVERT = inspect.unwrap(OpenAIServingChat._convert_to_internal_request)  # other tests install our hooks
 PLAIN, PADDED = "The river rises in the hills.", " \n The river\n\n"
 QUOTED = 'He said "no", and C:\\new\nÜber <b>&</b> it\'s\tgone \u2028 \x07'
 THOUGHT, ANSWER = "First\n</think>\n\nthen", "<tool_response>\nfound\n</tool_response>"
@@ -132,9 +134,8 @@ def converted(serving, kind, conversation, **fields):
         | ({"tool_call_id": "callcall1"} if role == "tool" else {})
         for role, *parts in conversation
     ]
-    convert = OpenAIServingChat._convert_to_internal_request
     request = model.model_validate({"messages": messages, **fields})
-    adapted, _ = convert_request(convert, serving, request) if kind == "chunk" else convert(serving, request, None)
+    adapted, _ = convert_request(CONVERT, serving, request) if kind == "chunk" else CONVERT(serving, request, None)
     return adapted
 
 
@@ -251,13 +252,12 @@ def test_chunks_given_by_their_tokens(tokenizer, template, document, role, taken
     asked, answered = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": ""}
     messages = [asked, answered, {"role": role, "content": content, "tool_call_id": "1"}]
     request = ChatRequest.model_validate({"messages": messages})
-    convert = OpenAIServingChat._convert_to_internal_request
     if times == 1 if taken is None else taken:
-        adapted, _ = convert_request(convert, server, request)
+        adapted, _ = convert_request(CONVERT, server, request)
         assert str(ids)[1:-1] in str(adapted.input_ids)
     else:
         with pytest.raises(ValueError, match="the model's chat template"):
-            convert_request(convert, server, request)
+            convert_request(CONVERT, server, request)
 
 
 def test_an_earlier_turns_chunks_are_not_altered_twice():
