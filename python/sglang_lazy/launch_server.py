@@ -4,7 +4,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from sglang_lazy.core.config import LazyConfig, add_cli_args, flag, from_cli_args
 from sglang_lazy.port import plugin
@@ -25,12 +25,9 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
     """
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=_USAGE)
     add_cli_args(parser)
-    args, rest = parser.parse_known_args(argv)
+    args, rest = _ours(parser, argv)
     if {"-h", "--help", "--config"}.intersection(argv):  # imports SGLang, so only now
-        args, rest = parser.parse_known_args(_expand(argv))
-    for argument in rest:
-        if argument.startswith("--lazy-"):
-            parser.error(f"unknown flag {argument}{_similar(argument.partition('=')[0], vars(args))}")
+        args, rest = _ours(parser, _expand(argv))
     try:
         config = from_cli_args(args)
     except ValueError as error:
@@ -42,9 +39,15 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
     return config, rest
 
 
-def _similar(typed: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(typed, ["--" + name.replace("_", "-") for name in names], n=1)
-    return f": did you mean {found[0]}?" if found else ""
+def _ours(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the arguments that are none. Exits if one of ours is invalid or only looks like ours."""
+    args, rest = parser.parse_known_args(argv)
+    for argument in rest:
+        if argument.startswith("--lazy-"):
+            names = ["--" + name.replace("_", "-") for name in vars(args)]
+            similar = difflib.get_close_matches(argument.partition("=")[0], names, n=1)
+            parser.error(f"unknown flag {argument}" + "".join(f": did you mean {name}?" for name in similar))
+    return args, rest
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:
