@@ -22,12 +22,16 @@ from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.rendering import Rendering
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
-CONVERT = inspect.unwrap(OpenAIServingChat._convert_to_internal_request)  # other tests install our hooks
 PLAIN, PADDED = "The river rises in the hills.", " \n The river\n\n"
 QUOTED = 'He said "no", and C:\\new\nÜber <b>&</b> it\'s\tgone \u2028 \x07'
 THOUGHT, ANSWER = "First\n</think>\n\nthen", "<tool_response>\nfound\n</tool_response>"
 BLANK, QUOTE, BACKSLASH = "\n", '"', "\\"
 DOCUMENTS = (PLAIN, PADDED, QUOTED, THOUGHT, ANSWER, BLANK, QUOTE, BACKSLASH)
+
+
+def stock(serving, request, raw_request):
+    """SGLang's own conversion, though other tests may have installed our hooks."""
+    return inspect.unwrap(OpenAIServingChat._convert_to_internal_request)(serving, request, raw_request)
 
 
 def each(content, tool="message.content", assistant=None):
@@ -135,7 +139,7 @@ def converted(serving, kind, conversation, **fields):
         for role, *parts in conversation
     ]
     request = model.model_validate({"messages": messages, **fields})
-    adapted, _ = convert_request(CONVERT, serving, request) if kind == "chunk" else CONVERT(serving, request, None)
+    adapted, _ = convert_request(stock, serving, request) if kind == "chunk" else stock(serving, request, None)
     return adapted
 
 
@@ -253,11 +257,11 @@ def test_chunks_given_by_their_tokens(tokenizer, template, document, role, taken
     messages = [asked, answered, {"role": role, "content": content, "tool_call_id": "1"}]
     request = ChatRequest.model_validate({"messages": messages})
     if times == 1 if taken is None else taken:
-        adapted, _ = convert_request(CONVERT, server, request)
+        adapted, _ = convert_request(stock, server, request)
         assert str(ids)[1:-1] in str(adapted.input_ids)
     else:
         with pytest.raises(ValueError, match="the model's chat template"):
-            convert_request(CONVERT, server, request)
+            convert_request(stock, server, request)
 
 
 def test_an_earlier_turns_chunks_are_not_altered_twice():
