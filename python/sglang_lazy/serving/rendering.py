@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from sglang_lazy.core.segments import Segment
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
@@ -60,7 +61,12 @@ class Rendering:
 
     def __init__(self, tokenizer: SegmentTokenizer, chunk_parts: ChunkParts):
         self._chunk_parts = chunk_parts
-        self._texts = [part["text"] if "text" in part else stand_in(tokenizer, part) for part in chunk_parts.parts]
+        # A chunk that was given by its id is a `Segment` of its tokens by now.
+        self._by_tokens = [isinstance(part, Segment) or "text" not in part for part in chunk_parts.parts]
+        self._texts = [
+            stand_in(tokenizer, part) if by_tokens else part["text"]
+            for part, by_tokens in zip(chunk_parts.parts, self._by_tokens, strict=True)
+        ]
 
     def plain(self, text: str) -> str:
         """`text` with the chunks' texts in place of their placeholders."""
@@ -105,7 +111,7 @@ class Rendering:
     def _candidates(self, index: int, found: dict[int, str]) -> Iterator[str]:
         """What the template may have made of a chunk: the same wherever it stands, and never nothing."""
         text = self._texts[index]
-        if index in found or "text" not in self._chunk_parts.parts[index]:
+        if index in found or self._by_tokens[index]:
             yield found.get(index, text)
         else:
             yield from filter(None, (escape(strip(text)) for escape in _ESCAPES for strip in _STRIPS))
@@ -121,7 +127,7 @@ class Rendering:
 
 def stand_in(tokenizer: SegmentTokenizer, part: Any) -> str:
     """A text for a chunk that is given by its tokens."""
-    ids = part["input_ids"]
+    ids: Sequence[int] = (part.input_ids or ()) if isinstance(part, Segment) else part["input_ids"]
     if len(ids) <= 2 * _ENDS:
         return tokenizer.decode_later(ids)
     return tokenizer.decode_later(ids[:_ENDS]) + _ALTERABLE + tokenizer.decode_later(ids[-_ENDS:])
