@@ -10,6 +10,11 @@ function follow() {
   if (survey && !mine) open(id, decoded(salt));
 }
 
+function goTo(id, salt) {
+  location.hash = address(id, salt);
+  follow(); // at once: the browser's event comes later
+}
+
 function decoded(salt) {
   try {
     return decodeURIComponent(salt);

@@ -4,7 +4,7 @@ document.addEventListener("click", event => {
   const target = event.target.closest("[data-chunk]");
   if (!target) return;
   event.preventDefault();
-  location.hash = address(target.dataset.chunk, target.dataset.salt);
+  goTo(target.dataset.chunk, target.dataset.salt);
 });
 addEventListener("hashchange", follow);
 for (const [kind, on] of [["pointerover", 1], ["focusin", 1], ["pointerout", 0], ["focusout", 0]]) {
@@ -35,7 +35,7 @@ $("pause").addEventListener("click", () => {
   if (survey) show();
 });
 for (const [form, act] of Object.entries({
-  find: () => { location.hash = address($("wanted").value, $("salt").value); },
+  find: () => goTo($("wanted").value, $("salt").value),
   list: () => list(false),
   key: () => {
     const key = $("secret").value;
