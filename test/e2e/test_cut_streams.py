@@ -195,15 +195,16 @@ def test_a_flush_after_aborts_while_paused(server):
 def test_the_last_place_goes_to_a_prompt_whose_chunk_is_missing(server, link):
     """And to one with cached chunks, whose policy probes: neither waits for another's whole answer."""
     assert server.settled() <= 1
-    busy = {"sampling_params": params(1200), "stream": True}
-    others = [Stream(server, f"other {i}", input_ids=[5, 6, 7 + i], **busy) for i in range(server.places - 1)]
-    assert wait_for(lambda: server.held()[0].get("running") == len(others), PATIENCE)
+    num_others = server.places - 1
+    busy = {"sampling_params": params(min(1200, 2400 // num_others)), "stream": True}
+    others = [Stream(server, f"other {i}", input_ids=[5, 6, 7 + i], **busy) for i in range(num_others)]
+    assert wait_for(lambda: server.held()[0].get("running") == num_others, PATIENCE)
     document = ids("chunk", *server.tokens(40))
     for _ in range(3):
         more = [ids("chunk", *server.tokens(20))] if link == "block" else []
         segments = [document, *more, ids("text", *server.tokens(5))]
         assert server.post("/generate", segments=segments, link=link, sampling_params=params(2)).ok
-        assert server.held()[0].get("requests") == len(others), "it has waited until another one was answered"
+        assert server.held()[0].get("requests") == num_others, "it has waited until another one was answered"
     for stream in others:
         stream.abort()
         stream.read()

@@ -143,8 +143,9 @@ def wrong_types(number: int, opened: str) -> Iterator[Sent]:
         if one.name not in ("text", "stream", "sampling_params"):
             yield from half(field(one.name, next(values)))
     for value in WRONG:  # Vertex AI's prompts, of which SGLang checks no type
-        for name in ("text", "input_ids", "input_embeds", "image_data"):
-            yield Sent("/vertex_generate", {"instances": [{"text": "Who?", name: value}]}, refused=False)
+        for name in ("text", "input_ids", "input_embeds"):
+            body = {"instances": [{name: value}], "parameters": {"sampling_params": PARAMS}}
+            yield Sent("/vertex_generate", body, refused=False)
     for one in msgspec.structs.fields(SessionParams):
         for value in (next(values), True, "x", {}, []):
             yield from session(one.name, value, opened)

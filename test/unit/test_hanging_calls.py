@@ -233,12 +233,17 @@ def test_other_threads_take_the_place_of_those_that_hang(how):
         calls.ask("behind", [lambda: True])
         time.sleep(0.01)
         assert not calls.num_ended
-        has_room = calls.abandon(hanging) if how == "abandoned" else calls.relieve(0.0)
+        if how == "abandoned":
+            calls.abandon([hanging])
+        else:
+            calls.relieve(0.0)
         hanging += part
         if hanging <= MAX_STUCK:
-            assert wait_for(lambda: calls.num_ended == 1) and has_room in (True, None)
+            assert wait_for(lambda: calls.num_ended == 1) and calls.can_run
             assert taken(calls) == [("behind", True)]
-    assert not has_room and not calls.num_ended and threading.active_count() == before + MAX_STUCK
+    assert (
+        calls.can_run == (how == "relieved") and not calls.num_ended and threading.active_count() == before + MAX_STUCK
+    )
     never.set()
     assert wait_for(lambda: calls.num_ended == len(calls))
     assert wait_for(lambda: threading.active_count() == before)
@@ -258,7 +263,8 @@ def test_calls_of_an_abandoned_request_that_have_not_begun_are_not_made():
     calls, opened, made = Calls(NUM_THREADS), threading.Event(), []
     calls.ask("left", [*[waiting(opened)] * NUM_THREADS, lambda: made.append(1) or True])
     assert wait_for(lambda: calls.num_running == NUM_THREADS)
-    assert calls.abandon("left")
+    calls.abandon(["left"])
+    assert calls.can_run
     opened.set()
     assert wait_for(lambda: calls.num_ended == 1)
     assert taken(calls) == [("left", False)] and not made

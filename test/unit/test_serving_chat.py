@@ -1,5 +1,6 @@
 """Chat: chunk parts keep their boundaries through any template, and no document can forge one."""
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from test_serving_tokenization import byte_level, metaspace
 
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment
 from sglang_lazy.port.serving.chat import ChatRequest, convert_request
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer
 from sglang_lazy.serving.tokenization import SegmentTokenizer
@@ -86,6 +87,17 @@ def test_chunks_keep_their_boundaries_and_tokens(tokenizer, template):
     hills = "the hills" if template == "stripped" else "the hills\n"
     expected = [hills, "the sea"] * (2 if template == "twice" else 1)
     assert [chunk.strip(" ") for chunk in chunks] == expected
+
+
+def test_a_known_chunk_stands_for_its_tokens(tokenizer):
+    """Named by an id, or given: here the chunk that the id has been replaced by."""
+    tokens = tokenizer.encode("the sea", add_special_tokens=False)
+    named, given = (chat(part("text", "Who?"), {"type": "chunk", "input_ids": tokens}) for _ in range(2))
+    named._chunk_parts.parts = [Segment(True, input_ids=array("i", tokens))]
+    results = [convert(Serving(tokenizer), request) for request in (named, given)]
+    assert results[0] == results[1]
+    ((start, end),) = results[0][1].chunks
+    assert results[0][0][start:end] == tokens
 
 
 def test_requests_without_chunks_are_sglangs(tokenizer):

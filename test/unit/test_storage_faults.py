@@ -12,6 +12,7 @@ from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.state import linked
+from sglang_lazy.port.cache import chunk_objects
 from sglang_lazy.port.cache.calls import MAX_STUCK
 from sglang_lazy.port.cache.chunk_objects import NUM_READERS
 from sglang_lazy.testing.server import wait_for
@@ -19,6 +20,13 @@ from sglang_lazy.testing.server import wait_for
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
 FETCHING, HOST, MISSING, RESIDENT = ChunkState.FETCHING, ChunkState.HOST, ChunkState.MISSING, ChunkState.RESIDENT
+
+
+@pytest.fixture
+def two_pieces(monkeypatch):
+    """Store chunks of three or four tokens in two pieces."""
+    size = new_server(Storage()).tree_cache.token_to_kv_pool_host.get_size_per_token()
+    monkeypatch.setattr(chunk_objects, "PIECE_BYTES", 2 * size)
 
 
 @pytest.fixture
@@ -88,14 +96,16 @@ def test_the_deadline_counts_all_tokens_being_fetched(hanging):
     hanging.run()
 
 
-def test_nobody_waits_once_all_threads_hang(hanging, storage):
-    """Later requests compute their chunks at once, until storage answers."""
+def test_nobody_waits_once_all_threads_hang(two_pieces, hanging, storage):
+    """Later requests compute their chunks at once, until storage answers. That reads of which no piece was asked for
+    have ended means nothing."""
     chunks = [(CHUNK, (first, 7, 7)) for first in range(10, 10 + NUM_READERS + MAX_STUCK)]
     for part in (chunks[:NUM_READERS], chunks[NUM_READERS:]):
         assert hanging.states(asked(hanging, *part)) == [FETCHING] * len(part), "threads are left"
         hanging.now += 10.0
         hanging.run()
-    assert details(served(hanging, B)) == (0, 0, 0, 0) and report(hanging)["late"] == len(chunks)
+    for chunk in (B, C):
+        assert details(served(hanging, chunk)) == (0, 0, 0, 0) and report(hanging)["late"] == len(chunks)
     answer(hanging, storage)
     hanging.pools.flush()
     assert details(served(hanging, A, B)) == (0, 0, 8, 8)

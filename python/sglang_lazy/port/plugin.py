@@ -52,7 +52,17 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import abort_tasks, aborts, adapters, auth, operators, sessions, stored_responses
+    from sglang_lazy.port.repairs import (
+        abort_tasks,
+        aborts,
+        adapters,
+        auth,
+        logs,
+        operators,
+        sent_logprobs,
+        sessions,
+        stored_responses,
+    )
     from sglang_lazy.port.scheduler import (
         chunk_metrics,
         collector,
@@ -76,6 +86,8 @@ def install() -> None:
         aborts,
         adapters,
         auth,
+        logs,
+        sent_logprobs,
         operators,
         sessions,
         stored_responses,

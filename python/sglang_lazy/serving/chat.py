@@ -33,7 +33,7 @@ class ChunkParts:
         blocks: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None,
         limit: ChunkLimit = NO_LIMIT,
     ):
-        self.parts: list[Mapping[str, Any]] = []
+        self.parts: list[Mapping[str, Any] | Segment] = []
         self.names: list[str] = []
         self.rendered: Mapping[int, str] = {}
         self._separator, self._roles, self._blocks = separator, frozenset(roles), blocks or {}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from sglang_lazy.core.segments import Segment
+from sglang_lazy.core.segments import Segment, parse_segment
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
@@ -61,12 +61,8 @@ class Rendering:
 
     def __init__(self, tokenizer: SegmentTokenizer, chunk_parts: ChunkParts):
         self._chunk_parts = chunk_parts
-        # A chunk that was given by its id is a `Segment` of its tokens by now.
-        self._by_tokens = [isinstance(part, Segment) or "text" not in part for part in chunk_parts.parts]
-        self._texts = [
-            stand_in(tokenizer, part) if by_tokens else part["text"]
-            for part, by_tokens in zip(chunk_parts.parts, self._by_tokens, strict=True)
-        ]
+        self._chunks = [parse_segment(part) for part in chunk_parts.parts]
+        self._texts = [stand_in(tokenizer, chunk) if chunk.text is None else chunk.text for chunk in self._chunks]
 
     def plain(self, text: str) -> str:
         """`text` with the chunks' texts in place of their placeholders."""
@@ -111,7 +107,7 @@ class Rendering:
     def _candidates(self, index: int, found: dict[int, str]) -> Iterator[str]:
         """What the template may have made of a chunk: the same wherever it stands, and never nothing."""
         text = self._texts[index]
-        if index in found or self._by_tokens[index]:
+        if index in found or self._chunks[index].text is None:
             yield found.get(index, text)
         else:
             yield from filter(None, (escape(strip(text)) for escape in _ESCAPES for strip in _STRIPS))
@@ -125,9 +121,9 @@ class Rendering:
         )
 
 
-def stand_in(tokenizer: SegmentTokenizer, part: Any) -> str:
+def stand_in(tokenizer: SegmentTokenizer, chunk: Segment) -> str:
     """A text for a chunk that is given by its tokens."""
-    ids: Sequence[int] = (part.input_ids or ()) if isinstance(part, Segment) else part["input_ids"]
+    ids = chunk.input_ids or ()
     if len(ids) <= 2 * _ENDS:
-        return tokenizer.decode_later(ids)
-    return tokenizer.decode_later(ids[:_ENDS]) + _ALTERABLE + tokenizer.decode_later(ids[-_ENDS:])
+        return tokenizer.decode_later(list(ids))
+    return tokenizer.decode_later(list(ids[:_ENDS])) + _ALTERABLE + tokenizer.decode_later(list(ids[-_ENDS:]))

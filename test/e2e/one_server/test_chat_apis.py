@@ -180,6 +180,23 @@ def test_a_following_response_keeps_the_chunks(ask, post, tokens):
     assert third[2] >= prompt_tokens - 1
 
 
+def test_a_stored_response_is_its_tenants(post, server):
+    """Whoever else knows its id can neither read, continue, cancel nor replace it."""
+    name = post("/v1/responses", responses_body(*SEE, cache_salt="owner")).json()["id"]
+    url = f"{server}/v1/responses/{name}"
+    assert requests.get(url, params={"cache_salt": "owner"}, timeout=60).json()["id"] == name
+    assert requests.get(url, headers={"X-Cache-Salt": "owner"}, timeout=60).ok
+    for other in ({"cache_salt": "other"}, {}):
+        assert requests.get(url, params=other, timeout=60).status_code == 404
+        assert requests.post(f"{url}/cancel", params=other, timeout=60).status_code == 404
+        body = responses_body(text("So?"), previous_response_id=name, **other)
+        assert post("/v1/responses", body).status_code == 404
+    refused = post("/v1/responses", responses_body(*SEE, request_id=name))
+    assert refused.status_code == 400 and "the server's" in refused.text
+    name = post("/v1/responses", responses_body(*SEE)).json()["id"]
+    assert requests.get(f"{server}/v1/responses/{name}", timeout=60).ok
+
+
 def test_developer_messages_and_outputs_of_functions(post, tokens):
     body = {
         "input": [

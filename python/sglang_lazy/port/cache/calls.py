@@ -111,17 +111,19 @@ class Calls:
         with self._lock:
             self._cancel(lambda _request: True)
 
-    def abandon(self, what: Any) -> bool:
-        """Make no more of this request's calls, and replace the threads that are making one: nobody waits for it.
-
-        Returns whether a thread is left for other requests.
-        """
+    def abandon(self, whats: Sequence[Any]) -> None:
+        """Make no more calls of these requests, and replace the threads that are making one: nobody waits for them."""
         with self._lock:
             for request in self._requests:
-                if request.what == what:
+                if request.what in whats:
                     request.abandoned = True
             self._cancel(lambda request: request.abandoned)
             self._replace([thread for thread, (request, _) in self._running.items() if request.abandoned])
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a thread is left that makes no call of an abandoned request."""
+        with self._lock:
             return sum(request.abandoned for request, _ in self._running.values()) < self._num_threads
 
     def relieve(self, limit: float) -> None:

@@ -147,7 +147,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return False
         if chunk.key in self.store.fetching or chunk.key in self._late:
             return True
-        if self._behind and self.prefetch_stop_policy == "timeout":
+        if self._behind:
             return False
         name = self._name(chunk.key)
         slots = None if name is None else self._host_slots(chunk.num_tokens)
@@ -173,10 +173,13 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if self.store.fetching or self._late:
             for call in self._ended(self.objects.read):
                 fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
-                self._behind = False
                 self._end_fetch(fetch, call)
         if self.store.fetching:
             self._stop_waiting(self.objects)
+        if self._behind:
+            can_read = torch.tensor(self.objects.read.can_run, dtype=torch.int64)
+            self._all_reduce_attn_groups(can_read, torch.distributed.ReduceOp.MIN)
+            self._behind = not can_read
 
     def _end_fetch(self, fetch: Fetch, call: Ended) -> None:
         self._num_fetching -= len(fetch.slots)
@@ -198,9 +201,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
             self._late[key] = self.store.fetching.pop(key)
             self.report.late()
         if late and self.prefetch_stop_policy == "timeout":
-            can_read = torch.tensor(min([objects.read.abandon(key) for key in late]), dtype=torch.int64)
-            self._all_reduce_attn_groups(can_read, torch.distributed.ReduceOp.MIN)
-            self._behind = not can_read
+            objects.read.abandon(late)
+            self._behind = True  # if no thread is left
 
     def _host_slots(self, num_tokens: int) -> torch.Tensor | None:
         pool = self.token_to_kv_pool_host

@@ -1,4 +1,4 @@
-"""A hook that keeps the last running request alive when memory runs out."""
+"""Hooks that have accepted requests answered when memory runs out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,4 +38,13 @@ def _retract_chunked(scheduler: Any) -> bool:
     return True
 
 
-HOOKS = (Hook("sglang.srt.managers.scheduler.Scheduler.update_running_batch", update_running_batch, "AROUND"),)
+def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
+    """Around `Scheduler._abort_on_queued_limit`: a request that was retracted had its place in the queue before."""
+    return not req.retracted_stain and refuse(scheduler, req)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    Hook(f"{_SCHEDULER}.update_running_batch", update_running_batch, "AROUND"),
+    Hook(f"{_SCHEDULER}._abort_on_queued_limit", abort_on_queued_limit, "AROUND"),
+)

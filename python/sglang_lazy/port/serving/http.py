@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import page, refused_bodies, stock_routes
+from sglang_lazy.port.serving import page, refused_bodies, response_ids, stock_routes
 from sglang_lazy.port.serving.bodies import check_body
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
@@ -160,6 +160,8 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
         _take_salt(request, raw_request)
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
+        if (unknown := response_ids.take_ids(serving, request)) is not None:
+            return unknown
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
     request._size = len(await raw_request.body())
@@ -219,6 +221,8 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     for path in ("/v1/chat/completions", "/invocations"):
         _replace_route(app, path, chat)
     _replace_route(app, "/v1/responses", responses)
+    _replace_route(app, "/v1/responses/{response_id}", response_ids.retrieve)
+    _replace_route(app, "/v1/responses/{response_id}/cancel", response_ids.cancel)
     _replace_route(app, "/v1/messages", messages)
     _replace_route(app, "/v1/messages/count_tokens", count_tokens)
     for route in list(app.router.routes):

@@ -1,0 +1,79 @@
+"""Repairs of SGLang's own faults, on its own classes."""
+
+import inspect
+import io
+import logging
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from fakes.loop import QUESTION
+from fakes.requests import new_request
+from sglang_lazy.port.repairs import logs, sent_logprobs
+from sglang_lazy.port.scheduler import memory
+
+
+def reported(req):
+    """The log-probabilities that SGLang reports of a request now."""
+    off = ("return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask")
+    accumulator = _GenerationStreamAccumulator(
+        **dict.fromkeys((*off, "rust_server_mode"), False),
+        return_logprob=True,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        disaggregation_mode=DisaggregationMode.NULL,
+        default_stream_interval=1,
+        default_force_stream_interval=50,
+        get_cached_tokens_details=lambda _req: None,
+    )
+    accumulator.accept(req=req)
+    return accumulator.output_token_logprobs_val
+
+
+@pytest.mark.usefixtures("sglang_context")
+def test_a_request_preempted_before_its_first_token_keeps_its_log_probability():
+    req = new_request([QUESTION], rid="r")
+    req.return_logprob, req.stream, req.tokenizer = True, True, None
+    req.init_incremental_detokenize = lambda: ([], 0)
+    for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+        setattr(req.logprob, f"output_{name}_val", [])
+        setattr(req.logprob, f"output_{name}_idx", [])
+    assert reported(req) == [[]]  # it was preempted, and is reported with the batch whose result does not count
+    sent_logprobs.send_first(None, SimpleNamespace(return_logprob=True, reqs=[req]))
+    req.output_ids.append(5)
+    req.logprob.output_token_logprobs_val.append(-0.5)
+    assert reported(req) == [[-0.5]]
+
+
+def test_clients_cannot_forge_log_lines(monkeypatch):
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    for _ in range(2):
+        logs.indent_lines(None, None)
+    line_breaks = ("\n", "\r\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028")
+    for line_break in line_breaks:
+        logging.root.error(f"no adapter 'x{line_break}[2026-01-01 00:00:00] forged\x1b[2K'")
+    lines = stream.getvalue().splitlines()
+    assert sum(line.startswith("[") for line in lines) == len(line_breaks)
+    assert "\x1b" not in stream.getvalue() and "\\x1b" in stream.getvalue()
+
+
+@pytest.mark.usefixtures("sglang_context")
+def test_a_full_queue_takes_retracted_requests_back():
+    scheduler = Scheduler.__new__(Scheduler)
+    sent = []
+    scheduler.max_queued_requests, scheduler.waiting_queue, scheduler.enable_priority_scheduling = 0, [], False
+    scheduler.ipc_channels = SimpleNamespace(
+        send_to_tokenizer=SimpleNamespace(send_output=lambda *args: sent.append(args))
+    )
+    req = new_request([QUESTION], rid="r")
+    for is_retracted in (False, True):
+        req.retracted_stain = is_retracted
+        limit = inspect.unwrap(Scheduler._abort_on_queued_limit)
+        assert memory.abort_on_queued_limit(limit, scheduler, req) is not is_retracted
+    assert len(sent) == 1
