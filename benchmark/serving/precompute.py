@@ -31,10 +31,10 @@ from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import SHAPES, TINY, model_flags, model_name, model_path
 from benchmark.serving.prompts import chunk, random_tokens
 from sglang_lazy.command import engine_flags, started
-from sglang_lazy.precompute import BATCH_SIZE, precompute
+from sglang_lazy.precompute import BATCH_SIZE, ENGINE_FLAGS, precompute
 from sglang_lazy.testing import device_flags
 
-STORAGE = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
+STORAGE = (*ENGINE_FLAGS, "--hicache-storage-backend", "file")
 FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 Chunks = list[list[int]]
@@ -99,7 +99,7 @@ def main() -> None:
         os.environ[FOLDER] = str(storage)
         with (
             running(contender("stock").server, flags, log, args.start_timeout) as url,
-            started(engine_flags(parser, path, [*flags, *STORAGE])) as engine,
+            started(engine_flags(parser, path, [*STORAGE, *flags])) as engine,
         ):
             ways = {
                 "precompute": lambda chunks: compute_into_storage(engine, chunks),

@@ -23,6 +23,8 @@ from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.verify.prompts import read_json_lines
 
+ENGINE_FLAGS = ("--enable-hierarchical-cache", "--lazy-storage-writers", "8")
+"""Those after -- override them. No prompts run that many writers would slow down."""
 BATCH_SIZE = 32
 """The number of chunks that are computed together. While they are, those before them are stored."""
 ROUND_SIZE = 8 * BATCH_SIZE
@@ -45,7 +47,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags]:
     args, flags = parse(parser, argv)
     if not any(flag.partition("=")[0] == "--hicache-storage-backend" for flag in flags):
         parser.error("--hicache-storage-backend is missing after --")
-    return args, engine_flags(parser, args.model_path, ["--enable-hierarchical-cache", *flags])
+    return args, engine_flags(parser, args.model_path, [*ENGINE_FLAGS, *flags])
 
 
 def read_chunks(path: Path) -> Iterator[dict[str, Any]]:

@@ -156,7 +156,7 @@ def test_flags(capsys):
     args, flags = precompute.parse_args(
         ["--model-path", "m", "--chunks", "c", "--", "--hicache-storage-backend", "file", "--tp", "2"]
     )
-    assert args.model_path == "m" and flags.config == LazyConfig()
+    assert args.model_path == "m" and flags.config == LazyConfig(storage_writers=8)
     assert flags.rest[:4] == ["--model-path", "m", "--log-level", "error"]
     assert flags.rest[4:] == ["--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--tp", "2"]
     for more, reason in (

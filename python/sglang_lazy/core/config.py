@@ -26,6 +26,9 @@ PREAMBLE = (
 MAX_CHUNKS = 1 << 16
 """The largest `max_chunks`: every row of the pool has memory for so many."""
 
+MAX_WRITERS = 64
+"""The largest `storage_writers`."""
+
 Kernels = Literal["auto", "torch", "triton", "cuda"]
 
 
@@ -54,6 +57,7 @@ class LazyConfig:
     chunk_roles: comma-separated roles; the whole text of messages with these roles is a chunk.
     max_pinned: share of the KV pool that pinned chunks may take, 0 to 1.
     chunk_pool: share of the KV memory for chunks if the model reads them by cross-attention, between 0 and 1.
+    storage_writers: threads that write chunks to storage.
     shadow_rate: fraction of greedy answers with chunks that shadow mode repeats with full attention, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """
@@ -68,6 +72,7 @@ class LazyConfig:
     chunk_roles: str = ""
     max_pinned: float = 0.25
     chunk_pool: float = 0.5
+    storage_writers: int = 1
     shadow_rate: float = 0.0
     shadow_min_agreement: float = 0.0
 
@@ -117,6 +122,8 @@ def _check(name: str, value: Any) -> None:
         raise BadSetting(name, f"must be one of {', '.join(get_args(Kernels))}, got {value!r:.50}")
     if name == "max_chunks" and not 1 <= value <= MAX_CHUNKS:
         raise BadSetting(name, f"must be at least 1 and at most {MAX_CHUNKS}, got {value}")
+    if name == "storage_writers" and not 1 <= value <= MAX_WRITERS:
+        raise BadSetting(name, f"must be at least 1 and at most {MAX_WRITERS}, got {value}")
     if name == "chunk_pool" and not 0 < value < 1:
         raise BadSetting(name, f"must be above 0 and below 1, got {value}")
     if name in ("max_pinned", "shadow_rate", "shadow_min_agreement") and not 0 <= value <= 1:
@@ -224,6 +231,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="Share of the KV memory, also of --max-total-tokens, for chunks of a model that reads them by "
         "cross-attention (Comb). Per token, a chunk takes memory only in the cross layers.",
+    )
+    group.add_argument(
+        "--lazy-storage-writers",
+        type=_parsed("storage_writers"),
+        default=LazyConfig.storage_writers,
+        metavar="THREADS",
+        help="Threads that write chunks to storage. More keep up with faster storage, and slow prompts beside them.",
     )
     group.add_argument(
         "--lazy-shadow-rate",

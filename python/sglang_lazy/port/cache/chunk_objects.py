@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.calls import Calls
 
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """The most bytes of keys and values in one object, unless a single token has more."""
-NUM_READERS, NUM_WRITERS = 8, 4
-"""Threads. Prompts wait for reads. Nobody waits for writes, which take cores and memory bandwidth from passes."""
+NUM_READERS = 8
+"""Threads. Prompts wait for reads; nobody waits for writes, which take cores and memory bandwidth from passes."""
 _HEADER = struct.Struct("<8s32sII16s")
 _MAGIC = b"lazy-kv1"
 
@@ -64,7 +65,7 @@ class ChunkObjects:
 
     def __init__(self, backend: TensorBackend, pool: Any):
         self.backend, self.pool = backend, pool
-        self.written, self.read = self._new_calls(NUM_WRITERS), self._new_calls(NUM_READERS)
+        self.written, self.read = self._new_calls(LazyConfig.current().storage_writers), self._new_calls(NUM_READERS)
         self._writes, self._reads = Gate(), Gate()
         self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
         self._rows, self._starts = _rows(pool.kv_buffer)
