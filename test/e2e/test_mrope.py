@@ -267,7 +267,7 @@ def test_options_that_exclude_images(served):
         (inside, {"image_data": image}, "images are allowed only in text"),
         (prompt, {"image_data": [image, image]}, "places for 1 images, but 2 are given"),
         (bare, {"image_data": image}, "must follow the token that begins an image"),
-        (prompt, {"image_data": image, "mm_hashes": ["ab"]}, "hashes of images"),
+        (prompt, {"image_data": image, "mm_hashes": ["ab"]}, "mm_hashes is set by the server"),
         (prompt, {"image_data": image, "video_data": "v.mp4"}, "not with videos or audio"),
     ]:
         body = {"segments": [segment.to_request() for segment in segments], "sampling_params": GREEDY, **fields}

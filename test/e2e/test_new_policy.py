@@ -35,7 +35,7 @@ def test_a_new_policy_is_one_class(engine, tiny_model):
         for output, expected in zip(outputs, (seen, prompt, seen), strict=True):
             tokens = output["output_ids"]
             assert greedy(oracle.logprobs(expected, tokens[:-1])) == tokens
-        # The first and third chunk are kept, so only they can be hits.
+        # The first and third chunk are kept, so only they are reused.
         warm = order != (0, 1, 2, 3)
-        hits = [entry["hit"] for entry in outputs[0]["meta_info"]["chunks"]]
-        assert not any(hits[1::2]) and all(hits[::2]) == (warm or outputs[0]["meta_info"]["cached_tokens"] > 0)
+        reused = [entry["reused_tokens"] for entry in outputs[0]["meta_info"]["chunks"]]
+        assert not any(reused[1::2]) and all(reused[::2]) == (warm or outputs[0]["meta_info"]["cached_tokens"] > 0)
