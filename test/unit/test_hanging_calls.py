@@ -78,7 +78,7 @@ def test_a_read_that_never_ends_costs_its_own_chunk(storage, monkeypatch, chunk)
     storage.unread = keys_of(storage, chunk)
     keys_of(storage, B, C)
     server = new_server(storage)
-    server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=0.05, per_ki_token=0.0, max=1e9)
+    server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=1.0, per_ki_token=0.0, max=1e9)
     req = served(server, chunk, B) if chunk is A else served(server, chunk)
     assert details(req)[2] == (4 if chunk is A else 0)
     assert details(served(server, C)) == (0, 0, 4, 4)
@@ -156,7 +156,7 @@ def test_ranks_take_results_in_whatever_order_they_come():
     del storages[1].objects[min(names[1][2])]
     servers = [new_server(storage) for storage in storages]
     for rank, server in enumerate(servers):
-        server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=0.2 + rank, per_ki_token=0.0)
+        server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=1.0 + rank, per_ki_token=0.0)
     ranks = Ranks(servers)
 
     def serve(server, *parts):

@@ -3,7 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.io_struct import ExpertDistributionReq, FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    ExpertDistributionReq,
+    FlushCacheReqInput,
+    TokenizedGenerateReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, retract_all
 from sglang.srt.runtime_context import get_server_args
 
@@ -122,15 +127,28 @@ def test_memory_is_released_and_resumed_in_turn(check):
 
 
 def test_errors_of_operators_are_answers():
+    """But not of what may be done in part: a flush, a weight update."""
     scheduler = SimpleNamespace(_request_dispatcher=SimpleNamespace(_mapping={}))
 
     def fail(_message):
         raise KeyError("nothing")
 
     handlers = scheduler._request_dispatcher._mapping
-    handlers |= dict.fromkeys((ExpertDistributionReq, FlushCacheReqInput, TokenizedGenerateReqInput), fail)
+    ending = (FlushCacheReqInput, TokenizedGenerateReqInput, UpdateWeightsFromTensorReqInput)
+    handlers |= dict.fromkeys((ExpertDistributionReq, *ending), fail)
     operators.guard(None, scheduler)
     answer = handlers[ExpertDistributionReq](None)
     assert (answer.answer, answer.reason) == ("ExpertDistributionReqOutput", "KeyError: 'nothing'")
-    for other in (FlushCacheReqInput, TokenizedGenerateReqInput):
-        assert handlers[other] is fail
+    for other in ending:
+        with pytest.raises(KeyError):
+            handlers[other](None)
+
+
+def test_a_refused_weight_update_is_answered():
+    def refuse(_message):
+        raise operators.OperationError("busy")
+
+    scheduler = SimpleNamespace(_request_dispatcher=SimpleNamespace(_mapping={UpdateWeightsFromTensorReqInput: refuse}))
+    operators.guard(None, scheduler)
+    answer = scheduler._request_dispatcher._mapping[UpdateWeightsFromTensorReqInput](None)
+    assert (answer.answer, answer.reason) == ("UpdateWeightsFromTensorReqOutput", "busy")

@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from fakes.loop import QUESTION
+from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
 from sglang_lazy.port.repairs import logs, sent_logprobs
 from sglang_lazy.port.scheduler import memory
@@ -63,17 +63,33 @@ def test_clients_cannot_forge_log_lines(monkeypatch):
     assert "\x1b" not in stream.getvalue() and "\\x1b" in stream.getvalue()
 
 
-@pytest.mark.usefixtures("sglang_context")
-def test_a_full_queue_takes_retracted_requests_back():
-    scheduler = Scheduler.__new__(Scheduler)
-    sent = []
-    scheduler.max_queued_requests, scheduler.waiting_queue, scheduler.enable_priority_scheduling = 0, [], False
+def limited(max_queued, queue):
+    """A function that tells whether SGLang's limit of its queue refuses a request, and the answers that it sends."""
+    scheduler, sent = Scheduler.__new__(Scheduler), []
+    scheduler.max_queued_requests, scheduler.waiting_queue = max_queued, queue
+    scheduler.enable_priority_scheduling = False
     scheduler.ipc_channels = SimpleNamespace(
         send_to_tokenizer=SimpleNamespace(send_output=lambda *args: sent.append(args))
     )
+    limit = inspect.unwrap(Scheduler._abort_on_queued_limit)
+    return lambda req: (memory.abort_on_queued_limit(limit, scheduler, req), scheduler.waiting_queue), sent
+
+
+@pytest.mark.usefixtures("sglang_context")
+def test_a_full_queue_takes_retracted_requests_back():
+    refuses, sent = limited(0, [])
     req = new_request([QUESTION], rid="r")
     for is_retracted in (False, True):
         req.retracted_stain = is_retracted
-        limit = inspect.unwrap(Scheduler._abort_on_queued_limit)
-        assert memory.abort_on_queued_limit(limit, scheduler, req) is not is_retracted
+        assert refuses(req)[0] is not is_retracted
     assert len(sent) == 1
+
+
+@pytest.mark.usefixtures("sglang_context")
+def test_chunks_computed_ahead_take_no_place_in_the_queue():
+    loop = Loop(400)
+    queue = [loop.submit([A, QUESTION], f"ahead-{i}", ahead=True) for i in range(3)]
+    queue.insert(1, loop.submit([QUESTION], "user"))
+    for max_queued, refused in ((2, False), (1, True)):
+        refuses, _ = limited(max_queued, queue)
+        assert refuses(new_request([QUESTION], rid="r")) == (refused, queue)

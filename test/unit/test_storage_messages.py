@@ -108,3 +108,21 @@ def test_a_flush_hashes_the_model_again(released):
     assert hooks.identify(True, server) and asked == [None] * (1 if released else 2)
     served(server, A)
     assert asked == [None] * 2
+
+
+def test_a_weight_update_without_a_flush_names_nothing():
+    """The cache has KV of both: it is neither stored nor are other servers' objects taken for it, until a flush."""
+    storage = storage_with(A)
+    server = server_over(storage)
+    server.weight_updater = SimpleNamespace(offload_tags=set())
+    updater = SimpleNamespace(scheduler=server)
+    for flushes, result in ((True, "updated"), (False, None)):  # None: it is postponed
+        hooks.update_weights(result, updater, SimpleNamespace(flush_cache=flushes))
+    assert details(served(server, A)) == (0, 0, 4, 4)
+    hooks.update_weights("updated", updater, SimpleNamespace(flush_cache=False))
+    hooks.identify(False, server)
+    served(server, B)
+    server.step()
+    assert len(storage.objects) == 1
+    server.pools.flush()
+    assert hooks.identify(True, server) and details(served(server, A)) == (0, 0, 4, 4)

@@ -595,7 +595,6 @@ def test_a_paused_server_is_emptied_or_says_why_not(generate, post, server, tiny
         ("/resume_memory_occupation", {}, "was not released"),
         ("/release_memory_occupation", {"tags": ["all"]}, "unknown tags"),
         ("/start_expert_distribution_record", {}, "expert_distribution_recorder_mode"),
-        ("/update_weights_from_tensor", {"serialized_named_tensors": ["eA=="]}, "Error"),
     ],
 )
 def test_an_operators_mistake_is_answered(generate, post, path, body, reason):

@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import logging
 import os
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+logger = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None)
 _LIBC.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -30,7 +33,11 @@ class TensorBackend:
 
     def clear(self) -> bool:
         """Delete all objects, and whatever else is in the same place. Returns whether that succeeded."""
-        return self.backend.clear() is not False  # most return nothing
+        try:
+            return self.backend.clear() is not False  # most return nothing
+        except Exception:  # the other tensor-parallel ranks wait for this one's answer
+            logger.exception("sglang-lazy: the storage backend could not be cleared")
+            return False
 
     def put(self, key: str, stored: torch.Tensor) -> bool:
         """Store an object. Returns whether that succeeded."""

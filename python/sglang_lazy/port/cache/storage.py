@@ -73,6 +73,10 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if self.objects is not None and None not in self._identified:
             self._identified[None] = self._identity(None)
 
+    def mix_weights(self) -> None:
+        """Store and fetch nothing until the next flush: the cache may have KV of other weights than the model's."""
+        self._identified = {None: None}
+
     def reset(self) -> None:
         if self.objects is not None:
             self._drop_reads(self.objects)

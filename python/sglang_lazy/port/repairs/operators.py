@@ -52,7 +52,11 @@ class OperationError(RuntimeError):
 
 
 def guard(_result: Any, scheduler: Any) -> None:
-    """After `Scheduler.init_request_dispatcher`: answer operators' messages with the errors of their handlers."""
+    """After `Scheduler.init_request_dispatcher`: answer operators' messages with the errors of their handlers.
+
+    Of a weight update, only refusals. Any other error may leave part of the weights loaded, on some tensor-parallel
+    ranks only, so it ends the scheduler, as in SGLang.
+    """
     answers = {spec[1] for spec in _COMMUNICATOR_SPECS} | {UpdateWeightFromDiskReqOutput}
     answers.remove(FlushCacheReqOutput)  # a cache that is emptied in part would give wrong answers
     handlers = scheduler._request_dispatcher._mapping
@@ -70,6 +74,8 @@ def _guarded(handler: Callable, answer: str) -> Callable:
         except OperationError as error:
             return OperationFailed(answer=answer, reason=str(error))
         except Exception as error:
+            if answer.startswith("UpdateWeight"):
+                raise
             _logger.exception("sglang-lazy: an operator's %s failed", type(message).__name__)
             return OperationFailed(answer=answer, reason=f"{type(error).__name__}: {error}")
 

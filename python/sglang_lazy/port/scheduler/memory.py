@@ -1,10 +1,11 @@
-"""Hooks that have accepted requests answered when memory runs out."""
+"""Hooks that have accepted requests answered when memory or the queue's places run out."""
 
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import retract_all
 
+from sglang_lazy.core.state import is_ahead
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.scheduler.steps import admission_of
 
@@ -39,8 +40,16 @@ def _retract_chunked(scheduler: Any) -> bool:
 
 
 def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
-    """Around `Scheduler._abort_on_queued_limit`: a request that was retracted had its place in the queue before."""
-    return not req.retracted_stain and refuse(scheduler, req)
+    """Around `Scheduler._abort_on_queued_limit`: a request that was retracted had its place in the queue before, and
+    those that compute chunks ahead of use take none."""
+    if scheduler.max_queued_requests is None or req.retracted_stain:
+        return False
+    queue = scheduler.waiting_queue
+    scheduler.waiting_queue = [other for other in queue if not is_ahead(other)]
+    refused = refuse(scheduler, req)
+    left = set(scheduler.waiting_queue)  # SGLang may drop somebody else
+    scheduler.waiting_queue = [other for other in queue if is_ahead(other) or other in left]
+    return refused
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

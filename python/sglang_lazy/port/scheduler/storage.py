@@ -38,8 +38,24 @@ def identify(flushed: bool, scheduler: Any, *_args: Any, **_kwargs: Any) -> bool
     return flushed
 
 
+def update_weights(result: Any, updater: Any, message: Any) -> Any:
+    """After updates by `SchedulerWeightUpdaterManager`: without a flush, what is cached is not of these weights, and
+    what they compute must not be stored under the name of those before."""
+    scheduler = updater.scheduler
+    if result is not None and not message.flush_cache and admission_of(scheduler) is not None:  # None: it is postponed
+        tree = scheduler.tree_cache.store.tree
+        if isinstance(tree, StoredHiRadixCache):
+            tree.mix_weights()
+    return result
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
     Hook(f"{_SCHEDULER}.clear_hicache_storage_wrapped", clear_storage, "AROUND"),
     Hook(f"{_SCHEDULER}.flush_cache", identify, "AFTER"),
+    *(
+        Hook(f"{_UPDATER}.update_weights_from_{source}", update_weights, "AFTER")
+        for source in ("disk", "distributed", "ipc", "tensor")
+    ),
 )
