@@ -75,7 +75,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
     def mix_weights(self) -> None:
         """Store and fetch nothing until the next flush: the cache may have KV of other weights than the model's."""
-        self._identified = {None: None}
+        self._identified.clear()
+        self._identified[None] = None
 
     def reset(self) -> None:
         if self.objects is not None:
