@@ -206,10 +206,11 @@ class ChunkAdmission:
         waiting = self.scheduler.waiting_queue
         if (fill := fill_of(req)) is None:
             return self._parent_of(req) not in waiting
+        if fill.parents:
+            return False
         keys = {chunk.key for chunk in fill.chunks}
         states = (linked(stand_in(other)) for other in waiting)
-        wanted = (chunk.key in keys for state in states if state is not None for chunk in state.prompt.chunks)
-        return not fill.parents and not any(wanted)
+        return not any(chunk.key in keys for state in states if state is not None for chunk in state.prompt.chunks)
 
     def end(self, req: Any, done: bool) -> None:
         """An internal request has given back its row.  done: whether it has computed all."""
