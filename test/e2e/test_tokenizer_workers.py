@@ -192,6 +192,15 @@ def test_adapters_stay_as_they_are(clients):
     assert answer.status_code == 400 and "--lora-paths" in answer.text
 
 
+def test_errors_are_answered_as_by_one_process(clients):
+    for client in clients:
+        malformed = client.call("POST", "/v1/chat/completions", json={"messages": 5})
+        assert malformed.status_code == 400 and "messages" in malformed.json()["message"]
+        assert "sglang" not in malformed.text and "input_value" not in malformed.text
+        mistake = client.call("POST", "/resume_memory_occupation", json={"tags": ["weights"]})
+        assert mistake.status_code == 400 and "was not released" in mistake.json()["error"]["message"]
+
+
 def test_a_worker_that_dies_takes_nothing_with_it(workers, clients):
     """A new worker takes its place, and knows what was registered."""
     dice = Dice("dies")

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -10,7 +11,8 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import is_internal, lazy_state
-from sglang_lazy.port.scheduler import internal, schedule_policy
+from sglang_lazy.port.repairs import aborts
+from sglang_lazy.port.scheduler import schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -164,11 +166,12 @@ def test_a_refused_request_begins_nothing():
 
 
 def test_sglang_tells_no_client_of_an_internal_request_that_it_aborts():
+    """Nor the router of several workers. The others are addressed to the worker that waits for them."""
     told = []
     for rid in ("\0fill-3", "r"):
-        message = types.SimpleNamespace(rid=rid)
-        internal.handle_abort_req(lambda _manager, message: told.append(message.rid), None, message)
-    assert told == ["r"]
+        source = types.SimpleNamespace(http_worker_ipc="worker")
+        aborts.tell(lambda _sender, output, _source: told.append(output), None, AbortReq(rid=rid), source)
+    assert [(message.rid, message.http_worker_ipc) for message in told] == [("r", "worker")]
 
 
 # Places

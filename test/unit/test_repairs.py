@@ -1,5 +1,7 @@
 """Repairs of SGLang's own faults, on its own classes."""
 
+import asyncio
+import copy
 import inspect
 import io
 import logging
@@ -7,13 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
-from sglang_lazy.port.repairs import logs, sent_logprobs
+from sglang_lazy.port.repairs import abort_tasks, logs, sent_logprobs
 from sglang_lazy.port.scheduler import memory
 
 
@@ -93,3 +97,43 @@ def test_chunks_computed_ahead_take_no_place_in_the_queue():
     for max_queued, refused in ((2, False), (1, True)):
         refuses, _ = limited(max_queued, queue)
         assert refuses(new_request([QUESTION], rid="r")) == (refused, queue)
+
+
+def begun(manager, rid, n):
+    """A request with `n` samples that has been sent to the scheduler."""
+    obj = GenerateReqInput(text="a", rid=rid, sampling_params={"n": n})
+    obj.normalize_batch_and_arguments()
+    abort_tasks.begin(inspect.unwrap(TokenizerManager._init_req_state)(manager, obj), manager, obj)
+    if n > 1:
+        for _ in range(n):
+            sample = copy.copy(obj[0])
+            sample.regenerate_rid(prefix=rid)
+            manager._init_child_req_state(rid, sample)
+        manager._remove_req_state(rid)
+    return obj
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_still_runs_of_a_stream_is_aborted(monkeypatch, n):
+    """All its samples, and no later request with the same id."""
+    monkeypatch.setattr(abort_tasks, "SECONDS", 0)
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager.rid_to_state, manager.child_rid_to_logical_rid, manager.logical_rid_to_child_rids = {}, {}, {}
+    manager.enable_trace = manager.enable_metrics = False
+    manager.disaggregation_mode, manager.server_args = DisaggregationMode.NULL, SimpleNamespace(tokenizer_worker_num=1)
+    sent = []
+    manager._dispatch_to_scheduler = lambda message: sent.append(message.rid)
+
+    def end(obj):
+        sent.clear()
+        asyncio.run(abort_tasks.create_abort_task(None, manager, obj)())
+        return sorted(sent)
+
+    left = begun(manager, "r", n)
+    others = begun(manager, "other", n)
+    running = sorted(rid for rid in manager.rid_to_state if rid.startswith("r"))
+    assert end(left) == running and len(running) == n
+    for rid in running:
+        manager._remove_req_state(rid)
+    again = begun(manager, "r", n)
+    assert end(left) == [] and len(end(again)) == n == len(end(others))

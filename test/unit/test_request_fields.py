@@ -95,7 +95,24 @@ def test_fields_of_other_routes_are_refused():
 
 
 def test_others_are_left_to_sglang():
-    check_fields([*KNOWN, "like", "rank", "think", "documents", "x", "", "link_to_my_page", "l" * 10_000], KNOWN)
+    check_fields(
+        [
+            *KNOWN,
+            "like",
+            "line",
+            "lint",
+            "pink",
+            "sink",
+            "rank",
+            "think",
+            "documents",
+            "x",
+            "",
+            "link_to_my_page",
+            "l" * 10_000,
+        ],
+        KNOWN,
+    )
 
 
 def test_no_field_of_any_api_is_like_one_of_ours():

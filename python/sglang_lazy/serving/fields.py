@@ -32,8 +32,8 @@ def check_fields(given: Iterable[str], known: Collection[str]) -> None:
 def nearest(name: str) -> str | None:
     """The field of ours that `name` misspells, None if it is like none of them.
 
-    Case and punctuation do not count. Otherwise one letter may be wrong, missing, added or swapped with the next; in
-    names of more than six letters two.
+    Case and punctuation do not count. Otherwise one letter may be missing, added or swapped with the next; in names of
+    more than six letters two, or wrong ones. A wrong letter makes another word of a short name, such as `line`.
     """
     if not 3 <= len(name) <= 20:
         return None
@@ -46,8 +46,11 @@ def _letters(name: str) -> str:
 
 
 def _is_near(name: str, field: str) -> bool:
-    most = 2 if len(field) > 6 else 1
-    return abs(len(name) - len(field)) <= most and _distance(name, field) <= most
+    is_long = len(field) > 6
+    most = 2 if is_long else 1
+    if abs(len(name) - len(field)) > most or _distance(name, field) > most:
+        return False
+    return is_long or len(name) != len(field) or sorted(name) == sorted(field)
 
 
 def _distance(one: str, other: str) -> int:

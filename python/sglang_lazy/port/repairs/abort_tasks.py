@@ -29,8 +29,9 @@ def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
     async def abort() -> None:
         await asyncio.sleep(SECONDS)
         for rid, lifecycle in getattr(obj, _BEGUN, {}).items():
-            state = manager.rid_to_state.get(rid)
-            if state is not None and state.lifecycle_id is lifecycle:
+            samples = manager.logical_rid_to_child_rids.get(rid, ())  # once they are sent, only they are left
+            states = [manager.rid_to_state.get(one) for one in (rid, *samples)]
+            if any(state is not None and state.lifecycle_id is lifecycle for state in states):
                 manager.abort_request(rid)
 
     return BackgroundTask(abort)

@@ -24,15 +24,5 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     return original(scheduler, running_batch, last_batch)
 
 
-def handle_abort_req(original: Callable, manager: Any, message: Any) -> None:
-    """Around `TokenizerManager._handle_abort_req`: SGLang reports an aborted request to its client, which internal ones
-    do not have."""
-    if not message.rid.startswith("\0"):
-        original(manager, message)
-
-
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (
-    Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req", handle_abort_req, "AROUND"),
-)
+HOOKS = (Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),)

@@ -235,6 +235,9 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     page.add_route(app)
     app.add_exception_handler(RequestValidationError, refused_bodies.refuse)
     app.openapi_schema = None
+    # One of several tokenizer workers gets here while it starts, when the middleware has been built around the former
+    # handlers of errors. It is built again for the next request.
+    app.middleware_stack = None
 
 
 def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
