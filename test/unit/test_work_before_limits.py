@@ -17,7 +17,7 @@ from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.messages import MessagesRequest
 from sglang_lazy.port.serving.responses import ResponsesRequest
-from sglang_lazy.port.serving.tokenizer_manager import tokenize_texts
+from sglang_lazy.port.serving.tokenizer_manager import begin, tokenize_texts
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.known_chunks import KnownChunks, with_tokens
 from sglang_lazy.serving.requests import chunk_limit, to_generate_args
@@ -186,8 +186,10 @@ def test_sglangs_own_tokenizer_of_batches_is_left_alone():
         assert asyncio.run(tokenize_texts(tokenize, manager, text)) is manager
 
 
-def test_a_batch_of_prompts_gives_way():
-    """Each prompt is small, but all of them together would hold the event loop."""
+@pytest.mark.parametrize("together", [False, True])
+def test_a_batch_of_prompts_gives_way(together):
+    """Each prompt is small, but all of them together would hold the event loop. SGLang tokenizes them one by one, or,
+    for several samples of each, in tasks."""
     turns = 0
 
     async def other():
@@ -196,15 +198,22 @@ def test_a_batch_of_prompts_gives_way():
             turns += 1
             await asyncio.sleep(0)
 
+    async def tokenize():
+        await give_way()
+        time.sleep(TURN)
+
     async def run():
         task = asyncio.ensure_future(other())
-        for _ in range(6):
-            await give_way()
-            time.sleep(TURN)
+        begin(None, None)
+        if together:
+            await asyncio.gather(*(tokenize() for _ in range(10)))
+        else:
+            for _ in range(10):
+                await tokenize()
         task.cancel()
 
     asyncio.run(run())
-    assert turns >= 4
+    assert turns >= 8
 
 
 def test_an_outcome_repeats_its_call():

@@ -15,8 +15,17 @@ LARGE = 1 << 16
 milliseconds, and the way to a thread and back a tenth of one."""
 TURN = 0.02
 """Seconds for which one request may work before others have their turn."""
-_since: contextvars.ContextVar[float | None] = contextvars.ContextVar("since", default=None)
-"""When the present request began to work on its prompts, or had others served last."""
+
+
+class _Turn:
+    """Of a request with all its tasks.  since: when it began to work, or had others served last."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()  # the event loop's own clock stands still while it works
+
+
+_turn: contextvars.ContextVar[_Turn | None] = contextvars.ContextVar("turn", default=None)
+"""The present request's."""
 # Two: they share Python's lock with the event loop, which would wait for its turn among many.
 _threads = ThreadPoolExecutor(2, "sglang-lazy-request")
 
@@ -29,14 +38,18 @@ async def in_thread(size: int, function: Callable[..., T], *args: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
+def begin_turn() -> None:
+    """Called when a request begins, before it starts tasks, which share its turn."""
+    _turn.set(_Turn())
+
+
 async def give_way() -> None:
     """Have other requests served if this one has worked for long. Called before each prompt of a batch."""
-    since = _since.get()
-    if since is not None:
-        if time.monotonic() - since < TURN:  # the event loop's own clock stands still while it works
-            return
+    turn = _turn.get()
+    while turn is not None and time.monotonic() - (since := turn.since) >= TURN:
         await asyncio.sleep(0)
-    _since.set(time.monotonic())
+        if turn.since == since:  # of the tasks that gave way together, the first begins the next turn
+            turn.since = time.monotonic()
 
 
 class Outcome(Generic[T]):

@@ -31,6 +31,7 @@ HOOKS = (
     Hook("sglang.srt.entrypoints.http_server.set_global_state", workers.share, "AFTER"),
     Hook("sglang.srt.entrypoints.http_server.set_global_state", shadow.attach, "AFTER"),
     Hook("sglang.srt.utils.auth.add_api_key_middleware", page.ask_for_key, "AFTER"),
+    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", tokenizer_manager.begin, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", tokenizer_manager.prepare_request, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", shadow.give_way, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenizer_manager.tokenize_request, "AROUND"),

@@ -12,8 +12,13 @@ from sglang_lazy.port.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, keep_apart, layout_of
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
-from sglang_lazy.serving.threads import LARGE, finished, give_way, in_thread
+from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
 from sglang_lazy.serving.usage import usage_of
+
+
+def begin(*_args: Any, **_kwargs: Any) -> None:
+    """Before `TokenizerManager._init_req_state`, with which each request begins."""
+    begin_turn()
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
