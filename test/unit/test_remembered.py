@@ -1,7 +1,9 @@
 """What processes remember of clients' requests: it takes no more memory than it says, however it is sent."""
 
+import concurrent.futures
 import gc
 import random
+import sys
 import tracemalloc
 from array import array
 
@@ -28,6 +30,26 @@ def test_the_least_recently_used_are_forgotten():
     assert values.get("c") is None and values.get("d") == 1, "a value that is too large takes nobody's place"
     values.clear()
     assert not len(values) and not values.num_bytes and values.get("d") is None
+
+
+def test_threads_share_them():
+    values = Remembered[int, int](4 * 200, size=lambda key, value: 0)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def use(seed):
+        dice = random.Random(seed)
+        for _ in range(20_000):
+            key = dice.randrange(8)
+            if values.get(key) is None:
+                values.put(key, key)
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(use, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert values.num_bytes == 200 * len(values) <= 800
 
 
 def recent_tokens(dice):

@@ -1,14 +1,16 @@
 """Responses stored for others to follow: the latest of them, however many clients store."""
 
+import asyncio
 import gc
 import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest, ResponsesResponse
+from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
 from sglang_lazy.port.repairs import stored_responses
-from sglang_lazy.port.serving.responses import _Messages
+from sglang_lazy.port.serving.responses import _Messages, make_request
 from sglang_lazy.serving.chat import ChunkParts
 
 CAPACITY = 1 << 20
@@ -43,8 +45,21 @@ def test_a_response_and_its_messages_are_found_until_both_are_forgotten(serving)
         assert serving.response_store.get("first") is first, "it is used"
     assert serving.msg_store.get("0") is None is serving.response_store.get("0")
     assert len(serving.msg_store["199"]) == 1 and serving.response_store.get("199") is not None
-    with pytest.raises(KeyError):
-        serving.msg_store["0"]
+
+
+def test_a_response_without_its_messages_cannot_be_followed(serving):
+    """It was found, and then forgotten by the time that its messages are needed; or these were too large to store."""
+    earlier = store(serving, "resp_large", CAPACITY)
+    assert serving.response_store.get("resp_large") is earlier
+    request = ResponsesRequest(model="m", input="x", previous_response_id="resp_large")
+    request._chunk_parts = ChunkParts()
+
+    async def make(_serving, _request, earlier, _tokenizer):
+        return serving.msg_store[earlier.id]
+
+    earlier.id = "resp_large"
+    with pytest.raises(_MediaInputValidationError, match="^resp_large is no longer stored with its messages"):
+        asyncio.run(make_request(make, serving, request, earlier, None))
 
 
 @pytest.mark.parametrize("length", [1, 1000])

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -31,7 +32,7 @@ def deep_size(value: Any) -> int:
 
 
 class Remembered(Generic[K, V]):
-    """The values used last, by key, of `capacity` bytes at most. Not thread-safe.
+    """The values used last, by key, of `capacity` bytes at most. Thread-safe.
 
     size: returns the bytes of a key and its value; by default `size_of` both.
     num_bytes: held now.
@@ -40,30 +41,37 @@ class Remembered(Generic[K, V]):
     def __init__(self, capacity: int, size: Callable[[K, V], int] = size_of):
         self.capacity, self.num_bytes = capacity, 0
         self._size, self._values = size, OrderedDict[K, tuple[V, int]]()  # with their sizes
+        self._lock = threading.Lock()  # long prompts are read in threads
 
     def __len__(self) -> int:
         return len(self._values)
 
     def get(self, key: K) -> V | None:
         """The value, which is used now; None if there is none."""
-        if (found := self._values.get(key)) is None:
-            return None
-        self._values.move_to_end(key)
+        with self._lock:
+            if (found := self._values.get(key)) is None:
+                return None
+            self._values.move_to_end(key)
         return found[0]
 
     def put(self, key: K, value: V) -> None:
         """Remember a value, unless it is too large, instead of the key's former one; forget the least recently used."""
-        self.pop(key)
         size = ENTRY + self._size(key, value)
-        if size > self.capacity:
-            return
-        self._values[key] = value, size
-        self.num_bytes += size
-        while self.num_bytes > self.capacity:
-            self.pop(next(iter(self._values)))
+        with self._lock:
+            self._pop(key)
+            if size > self.capacity:
+                return
+            self._values[key] = value, size
+            self.num_bytes += size
+            while self.num_bytes > self.capacity:
+                self._pop(next(iter(self._values)))
 
     def pop(self, key: K) -> V | None:
         """Forget a value, and return it; None if there is none."""
+        with self._lock:
+            return self._pop(key)
+
+    def _pop(self, key: K) -> V | None:
         if (found := self._values.pop(key, None)) is None:
             return None
         self.num_bytes -= found[1]
@@ -71,5 +79,6 @@ class Remembered(Generic[K, V]):
 
     def clear(self) -> None:
         """Forget all."""
-        self._values.clear()
-        self.num_bytes = 0
+        with self._lock:
+            self._values.clear()
+            self.num_bytes = 0

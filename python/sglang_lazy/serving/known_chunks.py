@@ -30,7 +30,7 @@ class KnownChunks:
     def __init__(self, capacity: int = CAPACITY):
         # Each with its digest. Several chunks have one id only if someone has searched for such texts.
         self._chunks = Remembered[tuple[str | None, str], tuple[tuple[bytes, array], ...]](capacity)
-        self._lock = threading.Lock()  # long prompts are read in threads
+        self._lock = threading.Lock()  # a chunk is added to those that are alike
 
     def add(self, tenant: str | None, tokens: Sequence[int]) -> None:
         """Remember a chunk. Raises ValueError if another text with the same SHA-256 is known."""

@@ -1,7 +1,6 @@
 """Tokenization by segment: the tokens of a segment never depend on its neighbours or its place in the prompt."""
 
 import json
-import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -51,16 +50,13 @@ class RecentTokens:
 
     def __init__(self, capacity: int):
         self._tokens = Remembered[tuple[str | None, str], array](capacity)
-        self._lock = threading.Lock()  # long prompts are tokenized in threads
 
     def get(self, tenant: str | None, text: str) -> list[int] | None:
-        with self._lock:
-            tokens = self._tokens.get((tenant, text))
+        tokens = self._tokens.get((tenant, text))
         return None if tokens is None else tokens.tolist()
 
     def add(self, tenant: str | None, text: str, tokens: list[int]) -> None:
-        with self._lock:
-            self._tokens.put((tenant, text), array("i", tokens))
+        self._tokens.put((tenant, text), array("i", tokens))
 
 
 class SegmentTokenizer:

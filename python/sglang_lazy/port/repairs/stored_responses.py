@@ -25,7 +25,11 @@ class Field:
         return (self._records.get(response_id) or {}).get(self._name)
 
     def __getitem__(self, response_id: str) -> Any:
-        return (self._records.get(response_id) or {})[self._name]
+        """Raises ValueError, answered with a 400, if it has been forgotten since the response was looked up, or was
+        too large."""
+        if (value := self.get(response_id)) is None:
+            raise ValueError(f"{response_id} is no longer stored with its {self._name}: send the whole conversation")
+        return value
 
     def __setitem__(self, response_id: str, value: Any) -> None:
         self._records.put(response_id, {**(self._records.get(response_id) or {}), self._name: value})
