@@ -24,7 +24,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.verify.prompts import read_json_lines
 
 ENGINE_FLAGS = ("--enable-hierarchical-cache", "--lazy-storage-writers", "8")
-"""Those after -- override them. No prompts run that many writers would slow down."""
+"""Flags after -- override them. Many writers slow prompts down, but none run beside this command."""
 BATCH_SIZE = 32
 """The number of chunks that are computed together. While they are, those before them are stored."""
 ROUND_SIZE = 8 * BATCH_SIZE

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 SLACK = 1000
-"""So many stale leaves are no matter."""
+"""Stale leaves that are not worth a pass over the heap."""
 
 
 class EvictionHeap:

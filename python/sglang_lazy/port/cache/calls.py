@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 MAX_STUCK = 8
-"""The most threads that others replace: each keeps its memory until its call returns."""
+"""How many hanging threads may be replaced. Each keeps its memory until its call returns."""
 
 
 class Outcome(enum.IntEnum):

@@ -82,9 +82,8 @@ def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
     """
     tokenizer = segment_tokenizer(serving.tokenizer_manager)
     placeholders, plain = PlaceholderTokenizer(tokenizer, chunk_parts), RecordingTokenizer(tokenizer.tokenizer)
-    rendering, view, plain_view = (
-        Rendering(tokenizer, chunk_parts), _with_tokenizer(serving, placeholders), _with_tokenizer(serving, plain)
-    )  # fmt: skip
+    rendering = Rendering(tokenizer, chunk_parts)
+    view, plain_view = _with_tokenizer(serving, placeholders), _with_tokenizer(serving, plain)
 
     def rendered_twice(name: str) -> Callable:
         render, render_plain = getattr(view, name), getattr(plain_view, name)
