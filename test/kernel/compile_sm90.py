@@ -22,6 +22,8 @@ FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions")
+WIDE_POINTERS = ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens")
+WIDE_POINTERS += ("sources", "targets", "source_rows", "target_rows")
 # Dtypes of queries, and of caches with another dtype.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
@@ -46,9 +48,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
             signature[name] = f"*{dtype}"
         elif name in INDEX_POINTERS:
             signature[name] = "*i32"
-        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens"):
-            signature[name] = "*i64"
-        elif name in ("sources", "targets", "source_rows", "target_rows"):
+        elif name in WIDE_POINTERS:
             signature[name] = "*i64"
         else:
             signature[name] = "fp32" if name == "v_scale" else "i32"
