@@ -1,0 +1,351 @@
+"""The host tier: copies in host memory of KV that the device holds, and KV that only the host holds.
+
+A node has slots on the device (`slots`), a copy on the host (`host`), or both. Nodes only on the host are below those
+on the device; none has a copy whose parent has none.
+"""
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sglang_lazy.cache.copies import Copies
+from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.host_tree import HostTree, Node, Watcher
+from sglang_lazy.cache.transfers import Ticket, Transfers
+from sglang_lazy.core.keys import Namespace
+
+
+class HostCopy:
+    """A node's copy.
+
+    slots: of the host, int64 on the CPU.  readers: those that read it besides loads; it stays until there are none.
+    transfer: that which makes or reads it, None if none does.
+    """
+
+    __slots__ = ("readers", "slots", "transfer")
+
+    def __init__(self, slots: torch.Tensor, transfer: "Transfer | None" = None):
+        self.slots, self.transfer, self.readers = slots, transfer, 0
+
+
+class Transfer:
+    """Copies under way.  nodes: those copied, parents first.  ends: those locked until it has ended, and with them all
+    of `nodes`."""
+
+    __slots__ = ("ends", "loads", "nodes", "ticket")
+
+    def __init__(self, nodes: list[Node], ends: list[Node], ticket: Ticket, loads: bool):
+        self.nodes, self.ends, self.ticket, self.loads = nodes, ends, ticket, loads
+
+
+class HostKV:
+    """The copies of one tree's nodes.
+
+    allocator: of the device's slots: `alloc`, `free` and `available_size`.
+    priority: of a node for eviction, see `EvictionHeap`.
+    min_hits: how often a node must have been used to be copied: 0 for write_through, 2 for write_through_selective.
+    agree: returns the smallest of each of these numbers among all tensor-parallel ranks, which make the same calls.
+    """
+
+    def __init__(
+        self,
+        tree: HostTree,
+        memory: HostMemory,
+        transfers: Transfers,
+        allocator: Any,
+        priority: Callable[[Node], Any],
+        *,
+        min_hits: int = 0,
+        agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
+        watcher: Watcher | None = None,
+    ):
+        self.memory = memory
+        self._tree, self._transfers, self._allocator, self._priority = tree, transfers, allocator, priority
+        self._min_hits, self._agree, self._watcher = min_hits, agree, watcher or Watcher()
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._copies = Copies(self._tree.next_leaves, self._allocator.size)
+        self._leaves: set[Node] = set()  # nodes that are only on the host, without children
+        self._heap = EvictionHeap(self._priority)
+        self._under_way: list[list[Transfer]] = [[], []]  # back-ups and loads, in order
+
+    def reset(self) -> None:
+        """Forget all copies, for a tree that has forgotten all nodes. Waits for those under way."""
+        for transfer in itertools.chain(*self._under_way):
+            transfer.ticket.finish()
+        self.memory.slots.clear()
+        self._start_anew()
+
+    # To the host
+
+    def back_up(self, nodes: Iterable[Node]) -> None:
+        """Copy what the write policy wants of `nodes` and their ancestors, and what is about to leave the device, in
+        one go. Passes launched so far compute the KV of all these.
+
+        Text after chunks is not copied: a linked request finds it only on the device.
+        """
+        copied: dict[Node, HostCopy] = {}
+        for node in itertools.chain(filter(self._copies.wanted, nodes), self._copies.to_copy()):
+            path = []
+            while node is not self._tree.root and node.host is None:
+                path.append(node)
+                node = node.parent
+            for node in reversed(path):
+                if not self._worth_a_copy(node) or (slots := self._room_below(node.parent, len(node.tokens))) is None:
+                    break
+                node.host = copied[node] = HostCopy(slots)
+        if not copied:
+            return
+        made = list(copied)
+        slots = torch.cat([copy.slots for copy in copied.values()])
+        ticket = self._transfers.back_up(slots, torch.cat([node.slots for node in made]))
+        transfer = self._begin(made, self._ends(made), ticket, loads=False)
+        for node in made:
+            node.host.transfer = transfer
+            self._copies.copied(node)
+            self._watcher.stored(node)
+
+    def _worth_a_copy(self, node: Node) -> bool:
+        is_text = isinstance(node.namespace, Namespace) and node.namespace.kind == "text"
+        return not is_text and node.hits >= self._min_hits
+
+    def _room_below(self, parent: Node, num_tokens: int) -> torch.Tensor | None:
+        """Slots of the host for a child; making room does not take its parent's copy."""
+        if parent is self._tree.root:
+            return self.alloc(num_tokens)
+        parent.host.readers += 1
+        slots = self.alloc(num_tokens)
+        parent.host.readers -= 1
+        return slots
+
+    def _ends(self, nodes: Sequence[Node]) -> list[Node]:
+        """Those of `nodes` below which there are no others of them."""
+        parents = {node.parent for node in nodes}
+        return [node for node in nodes if node not in parents]
+
+    def _begin(self, nodes: list[Node], ends: list[Node], ticket: Ticket, loads: bool) -> Transfer:
+        for node in ends:
+            self._tree.lock(node)
+        transfer = Transfer(nodes, ends, ticket, loads)
+        self._under_way[loads].append(transfer)
+        return transfer
+
+    # To the device
+
+    def load(self, nodes: Iterable[Node]) -> bool:
+        """Load `nodes` and those of their ancestors that are only on the host, in one go, for passes launched from now
+        on; they are locked until it is done.
+
+        Evicts from the device only what is lacking, and nothing if that would not suffice; then returns False and
+        changes nothing.
+        """
+        to_load = self._only_on_host(nodes)
+        if not to_load:
+            return True
+        copies = [node.host.slots for node in to_load]
+        num_tokens = sum(map(len, copies))
+        if not self._make_room(to_load, num_tokens):
+            return False
+        slots = self._allocator.alloc(num_tokens)
+        ticket = self._transfers.load(torch.cat(copies), slots)
+        for node, own in zip(to_load, slots.split([len(copy) for copy in copies]), strict=True):
+            node.slots = own.clone()  # a part would keep all of `slots`
+            self._leaves.discard(node)
+        self._tree.came(to_load)
+        transfer = self._begin(to_load, self._ends(to_load), ticket, loads=True)
+        for node in to_load:
+            node.host.transfer = transfer
+        return True
+
+    def _only_on_host(self, nodes: Iterable[Node]) -> list[Node]:
+        """Those of `nodes` and their ancestors that are only on the host, parents first."""
+        found: dict[Node, None] = {}
+        for node in nodes:
+            path = []
+            while node is not self._tree.root and node.slots is None and node not in found:
+                path.append(node)
+                node = node.parent
+            found.update(dict.fromkeys(reversed(path)))
+        return list(found)
+
+    def _make_room(self, to_load: Sequence[Node], num_tokens: int) -> bool:
+        """Make room on the device. What is loaded, and what stands before it, keeps its copies and its slots."""
+        num_lacking = num_tokens - self._allocator.available_size()
+        if num_lacking <= 0:
+            return True
+        above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
+        above.pop(self._tree.root, None)
+        for node in above:
+            self._tree.lock(node)
+        if fits := num_lacking <= self._tree.evictable_size():
+            self._tree.evict(num_lacking)
+        for node in above:
+            self._tree.unlock(node)
+        return fits
+
+    def loading(self, node: Node) -> bool:
+        """Whether the KV of `node` is being loaded."""
+        return node.host is not None and node.host.transfer is not None and node.host.transfer.loads
+
+    # The ends of copies
+
+    @property
+    def is_copying(self) -> bool:
+        return any(self._under_way)
+
+    def poll(self) -> None:
+        """Take note of copies that have ended on all ranks. To be called now and then by all ranks alike."""
+        if not self.is_copying:
+            return
+        ended = [sum(itertools.takewhile(bool, (each.ticket.done for each in some))) for some in self._under_way]
+        self._end(self._agree(ended))
+
+    def finish(self) -> None:
+        """Wait until all copies under way have ended: they lock what they read or write."""
+        for transfer in itertools.chain(*self._under_way):
+            transfer.ticket.finish()
+        self._end([len(some) for some in self._under_way])
+
+    def _end(self, counts: list[int]) -> None:
+        ended = [each for some, count in zip(self._under_way, counts, strict=True) for each in some[:count]]
+        self._under_way = [some[count:] for some, count in zip(self._under_way, counts, strict=True)]
+        for transfer in ended:
+            for node in transfer.ends:
+                self._tree.unlock(node)
+            for node in transfer.nodes:
+                node.host.transfer = None
+                self._copies.came(node)
+            if not transfer.loads:
+                for node in transfer.nodes:
+                    self._watcher.copied(node)
+
+    # Room
+
+    def alloc(self, num_tokens: int) -> torch.Tensor | None:
+        """Slots of the host, int64 on the CPU; makes room if need be. None if it cannot make enough."""
+        free = self.memory.slots
+        if free.num_free < num_tokens:
+            self.evict(num_tokens - free.num_free)
+        return free.alloc(num_tokens)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Take back slots that no node has."""
+        self.memory.slots.free(slots)
+
+    def evict(self, num_tokens: int) -> None:
+        """Free so many slots of the host, or fewer if there are no more: first of copies whose nodes are on the device,
+        too, then of leaves that are only on the host, which leave the tree."""
+        wanted = self.memory.slots.num_free + num_tokens
+        for node in self._copies.give_up(num_tokens):
+            self._watcher.gave_up(len(node.tokens))
+            self._drop_copy(node)
+        protected = []
+        while self.memory.slots.num_free < wanted and (leaf := self._heap.pop(self._leaves)) is not None:
+            if leaf.host.readers:
+                protected.append(leaf)
+            else:
+                self._remove(leaf)
+        for leaf in protected:
+            self._heap.push(leaf, self._leaves)
+
+    def _drop_copy(self, node: Node) -> None:
+        self._watcher.removed(node)
+        self.memory.slots.free(node.host.slots)
+        node.host = None
+
+    def _remove(self, leaf: Node) -> None:
+        self._drop_copy(leaf)
+        self._leaves.discard(leaf)
+        self._tree.drop(leaf)
+
+    def _offer(self, node: Node) -> None:
+        """Make a node evictable if it is a leaf that is only on the host."""
+        if node is not self._tree.root and node.slots is None and node.host is not None and not node.children:
+            self._leaves.add(node)
+            self._heap.push(node, self._leaves)
+
+    # What the tree tells
+
+    def split(self, above: Node, node: Node) -> None:
+        """`above`, new, has taken the beginning of `node`: tokens, slots and place in the tree."""
+        self._copies.split(above, node)
+        if (copy := node.host) is None:
+            return
+        count = len(above.tokens)
+        above.host = HostCopy(copy.slots[:count].clone(), copy.transfer)
+        copy.slots = copy.slots[count:].clone()
+        if copy.transfer is not None:
+            nodes = copy.transfer.nodes
+            nodes.insert(nodes.index(node), above)
+
+    def left_device(self, node: Node, num_tokens: int) -> bool:
+        """`node` has lost its slots. Returns whether it stays in the tree, only on the host."""
+        self._copies.left(node, num_tokens)
+        self._offer(node)
+        return node.host is not None
+
+    def lost_child(self, node: Node) -> None:
+        """A child of `node` has left the tree."""
+        self._offer(node)
+
+    def discard(self, node: Node) -> None:
+        """Free the copy of a node that leaves the tree, if it has one. Nobody reads it."""
+        self._copies.gone(node)
+        self._leaves.discard(node)
+        if node.host is not None:
+            self._drop_copy(node)
+
+    # What storage asks
+
+    def slots_to(self, node: Node) -> torch.Tensor:
+        """The host's slots from the root to the end of `node`, which has a copy."""
+        return torch.cat([each.host.slots for each in self._path(node)])
+
+    def is_complete(self, node: Node) -> bool:
+        """Whether `node` and all before it have copies that need no copying any more."""
+        return all(each.host is not None and not self._being_made(each) for each in self._path(node))
+
+    def _being_made(self, node: Node) -> bool:
+        return node.host.transfer is not None and not node.host.transfer.loads
+
+    def protect(self, node: Node) -> None:
+        """Keep the copy of `node`, and of all before it, until `release` has been called as often."""
+        node.host.readers += 1  # those before it stay as long as it does
+
+    def release(self, node: Node) -> None:
+        """Undo a `protect`."""
+        node.host.readers -= 1
+
+    def is_read(self, node: Node) -> bool:
+        """Whether somebody protects the copy of `node` itself."""
+        return node.host is not None and node.host.readers > 0
+
+    def adopt(self, tokens: array, namespace: Any, slots: torch.Tensor) -> Node | None:
+        """Put KV into the tree that has come to these slots of the host by other ways; returns where it ends. Slots of
+        what the tree has on the host already are freed.
+
+        Returns None and takes nothing if the tree has a beginning of `tokens` without a copy.
+        """
+        node, num_present = self._tree.deepest(tokens, namespace)
+        if node is not self._tree.root and node.host is None:
+            return None
+        self.free(slots[:num_present])
+        if num_present < len(tokens):
+            self._leaves.discard(node)
+            node = self._tree.sprout(node, tokens[num_present:], namespace)
+            node.host = HostCopy(slots[num_present:].clone())
+            self._offer(node)
+            self._watcher.stored(node)
+        return node
+
+    def _path(self, node: Node) -> Iterator[Node]:
+        path = []
+        while node is not self._tree.root:
+            path.append(node)
+            node = node.parent
+        return reversed(path)
