@@ -75,7 +75,7 @@ class Copies:
             if node.id in self._next or node.host.readers or copied:
                 looks += 1
                 continue
-            num_tokens -= len(node.tokens)
+            num_tokens -= len(node)
             given_up[node.id] = node
         for node_id in given_up:
             del self._redundant[node_id]

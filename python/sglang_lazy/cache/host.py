@@ -1,7 +1,6 @@
 """The host tier: copies in host memory of KV that the device holds, and KV that only the host holds.
 
-A node has slots on the device (`slots`), a copy on the host (`host`), or both. Nodes only on the host are below those
-on the device; none has a copy whose parent has none.
+Nodes only on the host are below those on the device; none has a copy whose parent has none.
 """
 
 import itertools
@@ -13,69 +12,47 @@ import torch
 
 from sglang_lazy.cache.copies import Copies
 from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.host_copy import Device, HostCopy, HostWatcher, Transfer
 from sglang_lazy.cache.host_memory import HostMemory
-from sglang_lazy.cache.host_tree import HostTree, Node, Watcher
+from sglang_lazy.cache.node import Node, Order
 from sglang_lazy.cache.transfers import Ticket, Transfers
+from sglang_lazy.cache.tree import Part, RadixTree
 from sglang_lazy.core.keys import Namespace
 
 
-class HostCopy:
-    """A node's copy.
-
-    slots: of the host, int64 on the CPU.  readers: those that read it besides loads; it stays until there are none.
-    transfer: that which makes or reads it, None if none does.
-    """
-
-    __slots__ = ("readers", "slots", "transfer")
-
-    def __init__(self, slots: torch.Tensor, transfer: "Transfer | None" = None):
-        self.slots, self.transfer, self.readers = slots, transfer, 0
-
-
-class Transfer:
-    """Copies under way.  nodes: those copied, parents first.  ends: those locked until it has ended, and with them all
-    of `nodes`."""
-
-    __slots__ = ("ends", "loads", "nodes", "ticket")
-
-    def __init__(self, nodes: list[Node], ends: list[Node], ticket: Ticket, loads: bool):
-        self.nodes, self.ends, self.ticket, self.loads = nodes, ends, ticket, loads
-
-
-class HostKV:
+class HostKV(Part):
     """The copies of one tree's nodes.
 
-    allocator: of the device's slots: `alloc`, `free` and `available_size`.
-    priority: of a node for eviction, see `EvictionHeap`.
+    order: of eviction, one of `ORDERS`.
     min_hits: how often a node must have been used to be copied: 0 for write_through, 2 for write_through_selective.
     agree: returns the smallest of each of these numbers among all tensor-parallel ranks, which make the same calls.
     """
 
     def __init__(
         self,
-        tree: HostTree,
+        tree: RadixTree,
+        device: Device,
         memory: HostMemory,
         transfers: Transfers,
-        allocator: Any,
-        priority: Callable[[Node], Any],
+        order: Order,
         *,
         min_hits: int = 0,
         agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
-        watcher: Watcher | None = None,
+        watcher: HostWatcher | None = None,
     ):
         self.memory = memory
-        self._tree, self._transfers, self._allocator, self._priority = tree, transfers, allocator, priority
-        self._min_hits, self._agree, self._watcher = min_hits, agree, watcher or Watcher()
+        self._tree, self._device, self._transfers, self._order = tree, device, transfers, order
+        self._min_hits, self._agree, self._watcher = min_hits, agree, watcher or HostWatcher()
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._copies = Copies(self._tree.next_leaves, self._allocator.size)
+        self._copies = Copies(self._tree.next_leaves, self._device.size)
         self._leaves: set[Node] = set()  # nodes that are only on the host, without children
-        self._heap = EvictionHeap(self._priority)
+        self._heap = EvictionHeap(self._order)
         self._under_way: list[list[Transfer]] = [[], []]  # back-ups and loads, in order
 
     def reset(self) -> None:
-        """Forget all copies, for a tree that has forgotten all nodes. Waits for those under way."""
+        """Waits for copies under way."""
         for transfer in itertools.chain(*self._under_way):
             transfer.ticket.finish()
         self.memory.slots.clear()
@@ -92,11 +69,11 @@ class HostKV:
         copied: dict[Node, HostCopy] = {}
         for node in itertools.chain(filter(self._copies.wanted, nodes), self._copies.to_copy()):
             path = []
-            while node is not self._tree.root and node.host is None:
+            while not node.is_root and node.host is None:
                 path.append(node)
                 node = node.parent
             for node in reversed(path):
-                if not self._worth_a_copy(node) or (slots := self._room_below(node.parent, len(node.tokens))) is None:
+                if not self._worth_a_copy(node) or (slots := self._room_below(node.parent, len(node))) is None:
                     break
                 node.host = copied[node] = HostCopy(slots)
         if not copied:
@@ -116,7 +93,7 @@ class HostKV:
 
     def _room_below(self, parent: Node, num_tokens: int) -> torch.Tensor | None:
         """Slots of the host for a child; making room does not take its parent's copy."""
-        if parent is self._tree.root:
+        if parent.is_root:
             return self.alloc(num_tokens)
         parent.host.readers += 1
         slots = self.alloc(num_tokens)
@@ -151,7 +128,7 @@ class HostKV:
         num_tokens = sum(map(len, copies))
         if not self._make_room(to_load, num_tokens):
             return False
-        slots = self._allocator.alloc(num_tokens)
+        slots = self._device.alloc(num_tokens)
         ticket = self._transfers.load(torch.cat(copies), slots)
         for node, own in zip(to_load, slots.split([len(copy) for copy in copies]), strict=True):
             node.slots = own.clone()  # a part would keep all of `slots`
@@ -167,7 +144,7 @@ class HostKV:
         found: dict[Node, None] = {}
         for node in nodes:
             path = []
-            while node is not self._tree.root and node.slots is None and node not in found:
+            while not node.is_root and node.slots is None and node not in found:
                 path.append(node)
                 node = node.parent
             found.update(dict.fromkeys(reversed(path)))
@@ -175,15 +152,13 @@ class HostKV:
 
     def _make_room(self, to_load: Sequence[Node], num_tokens: int) -> bool:
         """Make room on the device. What is loaded, and what stands before it, keeps its copies and its slots."""
-        num_lacking = num_tokens - self._allocator.available_size()
+        num_lacking = num_tokens - self._device.available_size()
         if num_lacking <= 0:
             return True
         above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
-        above.pop(self._tree.root, None)
         for node in above:
             self._tree.lock(node)
-        if fits := num_lacking <= self._tree.evictable_size():
-            self._tree.evict(num_lacking)
+        fits = num_lacking <= self._device.evictable_size() and self._device.evict(num_lacking) >= num_lacking
         for node in above:
             self._tree.unlock(node)
         return fits
@@ -242,14 +217,14 @@ class HostKV:
         too, then of leaves that are only on the host, which leave the tree."""
         wanted = self.memory.slots.num_free + num_tokens
         for node in self._copies.give_up(num_tokens):
-            self._watcher.gave_up(len(node.tokens))
+            self._watcher.gave_up(len(node))
             self._drop_copy(node)
         protected = []
         while self.memory.slots.num_free < wanted and (leaf := self._heap.pop(self._leaves)) is not None:
             if leaf.host.readers:
                 protected.append(leaf)
             else:
-                self._remove(leaf)
+                self._tree.drop(leaf)
         for leaf in protected:
             self._heap.push(leaf, self._leaves)
 
@@ -258,47 +233,54 @@ class HostKV:
         self.memory.slots.free(node.host.slots)
         node.host = None
 
-    def _remove(self, leaf: Node) -> None:
-        self._drop_copy(leaf)
-        self._leaves.discard(leaf)
-        self._tree.drop(leaf)
-
-    def _offer(self, node: Node) -> None:
-        """Make a node evictable if it is a leaf that is only on the host."""
-        if node is not self._tree.root and node.slots is None and node.host is not None and not node.children:
-            self._leaves.add(node)
-            self._heap.push(node, self._leaves)
+    def _offer(self, leaf: Node) -> None:
+        """Make a leaf evictable that is only on the host."""
+        self._leaves.add(leaf)
+        self._heap.push(leaf, self._leaves)
 
     # What the tree tells
 
     def split(self, above: Node, node: Node) -> None:
-        """`above`, new, has taken the beginning of `node`: tokens, slots and place in the tree."""
         self._copies.split(above, node)
         if (copy := node.host) is None:
             return
-        count = len(above.tokens)
+        count = len(above)
         above.host = HostCopy(copy.slots[:count].clone(), copy.transfer)
         copy.slots = copy.slots[count:].clone()
         if copy.transfer is not None:
             nodes = copy.transfer.nodes
             nodes.insert(nodes.index(node), above)
 
-    def left_device(self, node: Node, num_tokens: int) -> bool:
-        """`node` has lost its slots. Returns whether it stays in the tree, only on the host."""
-        self._copies.left(node, num_tokens)
-        self._offer(node)
+    def added(self, end: Node, slots: torch.Tensor, num_present: int, start: int) -> torch.Tensor:
+        """What was only on the host may have come to the device."""
+        num_new, node = len(slots) - num_present, end
+        came = []
+        while num_new > 0:
+            if node.host is not None:
+                self._leaves.discard(node)
+                came.append(node)
+            num_new -= len(node)
+            node = node.parent
+        for node in reversed(came):
+            self._copies.came(node)
+        return super().added(end, slots, num_present, start)
+
+    def left_device(self, node: Node) -> bool:
+        self._copies.left(node, len(node))
+        if node.host is not None and not node.children:
+            self._offer(node)
         return node.host is not None
 
-    def lost_child(self, node: Node) -> None:
-        """A child of `node` has left the tree."""
-        self._offer(node)
+    def holds(self, node: Node) -> bool:
+        return node.host is not None and node.host.readers > 0
 
-    def discard(self, node: Node) -> None:
-        """Free the copy of a node that leaves the tree, if it has one. Nobody reads it."""
+    def left_tree(self, node: Node) -> None:
         self._copies.gone(node)
         self._leaves.discard(node)
         if node.host is not None:
             self._drop_copy(node)
+        if (parent := node.parent).slots is None and len(parent.children) == 1:  # the one that leaves
+            self._offer(parent)
 
     # What storage asks
 
@@ -321,31 +303,29 @@ class HostKV:
         """Undo a `protect`."""
         node.host.readers -= 1
 
-    def is_read(self, node: Node) -> bool:
-        """Whether somebody protects the copy of `node` itself."""
-        return node.host is not None and node.host.readers > 0
-
     def adopt(self, tokens: array, namespace: Any, slots: torch.Tensor) -> Node | None:
         """Put KV into the tree that has come to these slots of the host by other ways; returns where it ends. Slots of
         what the tree has on the host already are freed.
 
         Returns None and takes nothing if the tree has a beginning of `tokens` without a copy.
         """
-        node, num_present = self._tree.deepest(tokens, namespace)
-        if node is not self._tree.root and node.host is None:
+        node, num_present, leaf = self._tree.grow(tokens, namespace)
+        if not node.is_root and node.host is None:
+            if leaf is not None:
+                self._tree.drop(leaf)
             return None
         self.free(slots[:num_present])
-        if num_present < len(tokens):
-            self._leaves.discard(node)
-            node = self._tree.sprout(node, tokens[num_present:], namespace)
-            node.host = HostCopy(slots[num_present:].clone())
-            self._offer(node)
-            self._watcher.stored(node)
-        return node
+        if leaf is None:
+            return node
+        self._leaves.discard(node)
+        leaf.host = HostCopy(slots[num_present:].clone())
+        self._offer(leaf)
+        self._watcher.stored(leaf)
+        return leaf
 
     def _path(self, node: Node) -> Iterator[Node]:
         path = []
-        while node is not self._tree.root:
+        while not node.is_root:
             path.append(node)
             node = node.parent
         return reversed(path)
