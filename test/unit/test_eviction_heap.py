@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_lazy.chunks import eviction
+from sglang_lazy.cache import eviction
 from sglang_lazy.cache.eviction import EvictionHeap
 
 

@@ -110,14 +110,14 @@ class RadixTree:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all nodes; their slots are the caller's to free. Holders of nodes find them without slots and copies."""
-        left = [self.root] if hasattr(self, "root") else []
+        """Forget all nodes, whose slots the caller frees. Holders of nodes find them without slots and copies."""
+        left: list[Node] = [self.root] if hasattr(self, "root") else []
         while left:
             node = left.pop()
             left += node.children.values()
             node.children.clear()  # cyclic references would leave the nodes to the garbage collector
             node.slots = node.host = node.window = None
-        self.root = Node(None, array("q"), None, self._no_slots)
+        self.root: Node = Node(None, array("q"), None, self._no_slots)
         self.num_evictable = self.num_locked = self.num_locks = 0
         self._leaves: set[Node] = set()  # on the device, and evictable
         self._heap = EvictionHeap(self._order)
@@ -127,7 +127,7 @@ class RadixTree:
     # Reading
 
     def find(self, tokens: array, namespace: Any, complete: bool = False) -> tuple[torch.Tensor, Node]:
-        """The longest readable prefix on the device: its slots (int64) and the node where it ends, split off if need be.
+        """The longest readable prefix on the device: its slots (int64) and the node where it ends.
 
         complete: whether all of what the parts hold is needed, not only what reading its end takes.
         """
@@ -219,7 +219,7 @@ class RadixTree:
         return leaf
 
     def _descend(self, tokens: array, namespace: Any) -> tuple[Node, int]:
-        """The node where what is cached of `tokens` ends, in any tier, split off if need be, and for how many tokens."""
+        """The node where what is cached of `tokens` ends, in any tier, and for how many tokens; splits a node there."""
         node, start = self.root, 0
         while start < len(tokens):
             child = node.children.get(node.key_of(namespace, tokens[start]))
