@@ -194,3 +194,84 @@ def test_storage_gathers_rows_of_all_buffers_in_one_call():
 def test_buffers_must_be_contiguous():
     with pytest.raises(ValueError, match=r"layers\[0\]\[1\]: expected a contiguous buffer"):
         HostMemory([[torch.zeros(4, 2), torch.zeros(2, 4).T]], 8)
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def device_layers(parts, gen, num_slots):
+    return [[buffer.cuda() for buffer in layer] for layer in random_layers(parts, gen, num_slots)]
+
+
+@on_gpu
+@pytest.mark.parametrize("parts", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("min_run_bytes", [1, 1 << 15, 1 << 60], ids=["engine", "both", "kernel"])
+def test_a_gpu_copies_bitwise(monkeypatch, parts, min_run_bytes):
+    """Runs of 1 to 3,000 tokens, in another order on each side."""
+    monkeypatch.setattr(host_memory, "MIN_RUN_BYTES", min_run_bytes)
+    gen = torch.Generator().manual_seed(9)
+    layers = device_layers(parts, gen, 9000)
+    memory = HostMemory(layers, 9000)
+    transfers = Transfers(memory)
+    lengths = [1, 3000, 7, 1, 700, 64, 33, 1, 1, 200]
+
+    def ragged():
+        order = torch.randperm(len(lengths), generator=gen).tolist()
+        starts, begin = {}, 3
+        for piece in order:
+            starts[piece] = begin
+            begin += lengths[piece] + piece
+        return torch.cat([torch.arange(starts[piece], starts[piece] + n) for piece, n in enumerate(lengths)])
+
+    source, host, target = ragged(), ragged(), ragged()
+    expected = as_bytes(layers, source.cuda())
+    transfers.back_up(host, source.cuda())
+    ticket = transfers.back_up(torch.tensor([0, 1]), torch.tensor([0, 1]).cuda())
+    ticket.finish()
+    assert ticket.done
+    poison(layers)
+    transfers.load(host, target.cuda())
+    for layer in range(LAYERS):
+        transfers.wait(layer)
+        places = slice(layer * len(parts), (layer + 1) * len(parts))
+        assert all(map(torch.equal, as_bytes(layers[layer : layer + 1], target.cuda()), expected[places]))
+    others = torch.ones(9000, dtype=torch.bool)
+    others[target] = False
+    assert all((values == 0x7F).all() for values in as_bytes(layers, others.cuda()))
+
+
+@on_gpu
+@pytest.mark.parametrize("min_run_bytes", [1, 1 << 60], ids=["engine", "kernel"])
+def test_copies_of_a_gpu_wait_for_passes_and_passes_for_loads(monkeypatch, min_run_bytes):
+    """Nothing waits on the host: each side is still busy when the other is told to go on."""
+    monkeypatch.setattr(host_memory, "MIN_RUN_BYTES", min_run_bytes)
+    layers = [[torch.zeros(5000, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"] for _ in range(LAYERS)]
+    memory = HostMemory(layers, 5000)
+    transfers = Transfers(memory)
+    transfers.forward_stream = passes = torch.cuda.Stream()
+    slots = torch.arange(4000)
+    on_device = slots.cuda()
+    transfers.back_up(slots, on_device).finish()  # compiles the kernel
+    transfers.load(slots, on_device).finish()
+    torch.cuda.synchronize()
+    cycles = 200_000_000
+    with torch.cuda.stream(passes):  # computes what is copied
+        torch.cuda._sleep(cycles)
+        for number, buffer in enumerate(buffer for layer in layers for buffer in layer):
+            buffer.fill_(number + 1)
+    backed_up = transfers.back_up(slots, on_device)
+    assert not backed_up.done
+    backed_up.finish()
+    with torch.cuda.stream(passes):  # writes a last time to slots that are free by now
+        torch.cuda._sleep(cycles)
+        for layer in layers:
+            for buffer in layer:
+                buffer.fill_(float("nan"))
+    loaded = transfers.load(slots, on_device)
+    assert not loaded.done
+    read = []
+    with torch.cuda.stream(passes):
+        for layer, buffers in enumerate(layers):
+            transfers.wait(layer)
+            read += [(buffer[:4000] == 2 * layer + place + 1).all() for place, buffer in enumerate(buffers)]
+    assert all(each.item() for each in read)
