@@ -29,8 +29,9 @@ class Slots:
     def available_size(self) -> int:
         return len(self._free)
 
-    def alloc(self, count: int) -> torch.Tensor:
-        assert count <= len(self._free)
+    def alloc(self, count: int) -> torch.Tensor | None:
+        if count > len(self._free):
+            return None
         taken, self._free = self._free[:count], self._free[count:]
         return torch.tensor(taken, dtype=torch.int64)
 
@@ -43,8 +44,9 @@ class Device:
     """The slots of one tree."""
 
     def __init__(self, tree: RadixTree):
-        self._tree, self.size, self.evict = tree, tree.allocator.size, tree.evict
-        self.alloc, self.available_size = tree.allocator.alloc, tree.allocator.available_size
+        self._tree, self.size, self.take = tree, tree.allocator.size, tree.take
+        slots = tree.allocator
+        self.alloc, self.free, self.available_size = slots.alloc, slots.free, slots.available_size
 
     def evictable_size(self) -> int:
         return self._tree.num_evictable

@@ -1,11 +1,12 @@
 """Copies of the host tier that happen as late as a GPU allows, on the streams of `fakes.streams`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fakes.streams import current_stream
-from sglang_lazy.cache.host_memory import Copies, HostMemory
+from sglang_lazy.cache.host_memory import Copies, HostMemory, Piece
 
 POISON = 0x7F  # a NaN in both fp8 formats, and as two or four of these bytes a huge number
 
@@ -16,8 +17,11 @@ class LateCopies:
     def __init__(self, copies: Copies, memory: HostMemory):
         self._copies, self._memory = copies, memory
 
-    def plan(self, host: torch.Tensor, device: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        return self._copies.plan(host, device), host, device
+    def plan(self, pieces: Sequence[Piece]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        for piece in pieces:
+            assert piece.known is None or torch.equal(piece.known, piece.device)
+        host, device = (torch.cat([piece[side] for piece in pieces]) for side in range(2))
+        return self._copies.plan(pieces), host, device
 
     def load(self, plan: tuple, layer: int) -> None:
         for rows in self._memory.groups:

@@ -23,7 +23,7 @@ from benchmark.serving.beside import NUM_TOKENS, Copy, beside, passes
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import SHAPES
 from sglang_lazy.cache import host_memory
-from sglang_lazy.cache.host_memory import GpuCopies, HostMemory
+from sglang_lazy.cache.host_memory import GpuCopies, HostMemory, Piece
 from sglang_lazy.cache.transfers import Ticket, Transfers
 
 POOL_TOKENS = 40_000
@@ -56,15 +56,15 @@ def timed(copy: Callable[[], Ticket]) -> tuple[float, float]:
     return statistics.median(totals[2:]) * 1e3, statistics.median(calls[2:]) * 1e3
 
 
-def check(memory: HostMemory, transfers: Transfers, source: torch.Tensor, host: torch.Tensor) -> None:
+def check(memory: HostMemory, transfers: Transfers, source: torch.Tensor, host: torch.Tensor, run: int) -> None:
     """Copy all layers to the host and back to other slots, and compare every byte."""
     device = [rows for group in memory.groups for rows in group.device]
-    target = source.flip(0)
+    target = source.roll(run)
     expected = [rows[source.cuda()].cpu() for rows in device]
-    transfers.back_up(host, source).finish()
+    transfers.back_up([Piece(host, source.cuda(), source)]).finish()
     for rows in device:
         rows.fill_(0x7F)
-    transfers.load(host, target)
+    transfers.load([Piece(host, target.cuda(), target)])
     transfers.wait_all()
     for rows, right in zip(device, expected, strict=True):
         assert torch.equal(rows[target.cuda()].cpu(), right), "copied wrongly"
@@ -130,19 +130,22 @@ def main() -> None:
                 host_memory.LOAD_BLOCKS = host_memory.BACK_UP_BLOCKS = blocks
                 copies = GpuCopies(memory)
                 transfers = Transfers(memory, copies)
-                check(memory, transfers, device, host)
-                whole, few = copies.plan(host, device), copies.plan(host[:BACK_UP_TOKENS], device[:BACK_UP_TOKENS])
+                check(memory, transfers, device, host, run)
+                whole = [Piece(host, device.cuda(), device)]
+                few = [Piece(*(slots[:BACK_UP_TOKENS] for slots in whole[0]))]
+                plan_whole, plan_few = copies.plan(whole), copies.plan(few)
                 parts = {
                     "load": Copy(
-                        lambda i, copies=copies, plan=whole: copies.load(plan, i % num_layers), num_bytes // num_layers
+                        lambda i, copies=copies, plan=plan_whole: copies.load(plan, i % num_layers),
+                        num_bytes // num_layers,
                     ),
                     "back_up": Copy(
-                        lambda _, copies=copies, plan=few: copies.back_up(plan), BACK_UP_TOKENS * memory.token_bytes
+                        lambda _, copies=copies, plan=plan_few: copies.back_up(plan),
+                        BACK_UP_TOKENS * memory.token_bytes,
                     ),
                 }
-                on_device = device.cuda()  # as the server has them
                 for name, copy in (("load", transfers.load), ("back_up", transfers.back_up)):
-                    total_ms, call_ms = timed(functools.partial(copy, host, on_device))
+                    total_ms, call_ms = timed(functools.partial(copy, whole))
                     rate = num_bytes / total_ms / 1e6
                     row = dict(copy=name, by=way, run=run)
                     note(**row, gb_per_s=round(rate, 2), call_ms=round(call_ms, 3))

@@ -11,7 +11,7 @@ from fakes import streams
 from fakes.late_copies import LateCopies
 from sgl_kernel_lazy import copy_engine
 from sglang_lazy.cache import host_memory
-from sglang_lazy.cache.host_memory import CpuCopies, GpuCopies, HostMemory
+from sglang_lazy.cache.host_memory import CpuCopies, GpuCopies, HostMemory, Piece
 from sglang_lazy.cache.transfers import Transfers
 
 DEVICE_SLOTS, HOST_SLOTS, LAYERS = 40, 60, 3
@@ -56,6 +56,11 @@ def as_bytes(layers, slots):
     return [buffer.reshape(len(buffer), -1).view(torch.uint8)[slots].clone() for layer in layers for buffer in layer]
 
 
+def piece(host, device, known=True):
+    """One piece, whose device slots the CPU may know."""
+    return [Piece(host, device, device.cpu() if known else None)]
+
+
 def poison(layers):
     for layer in layers:
         for buffer in layer:
@@ -81,13 +86,13 @@ def test_what_is_copied_comes_back_to_other_slots(engine, parts, copies, seed):
     source, host, target = ragged(DEVICE_SLOTS, count), ragged(HOST_SLOTS, count), ragged(DEVICE_SLOTS, count)
     expected = as_bytes(layers, source)
     before = memory.groups[0].host.clone()
-    transfers.back_up(host, source).finish()
+    transfers.back_up(piece(host, source)).finish()
     untouched = torch.ones(HOST_SLOTS, dtype=torch.bool)
     untouched[host] = False
     assert torch.equal(memory.groups[0].host[:, untouched], before[:, untouched])
 
     poison(layers)
-    transfers.load(host, target).finish()
+    transfers.load(piece(host, target)).finish()
     assert all(map(torch.equal, as_bytes(layers, target), expected))
     others = torch.ones(DEVICE_SLOTS, dtype=torch.bool)
     others[target] = False
@@ -103,11 +108,42 @@ def test_long_runs_go_to_the_copy_engine_and_the_rest_to_the_kernel(engine):
     host = torch.cat([torch.arange(10, 16), torch.tensor([3, 1]), torch.arange(30, 34), torch.tensor([50, 51, 52])])
     device = torch.arange(15)
     transfers = Transfers(memory, kernel, streams)
-    transfers.back_up(host, device).finish()
+    transfers.back_up(piece(host, device)).finish()
     assert engine == [[6 * 32, 4 * 32] * (2 * LAYERS)] and rows == [(2 * LAYERS, 5, 1)]
     engine.clear(), rows.clear()
-    transfers.load(host, device).finish()
+    transfers.load(piece(host, device)).finish()
     assert engine == [[6 * 32, 4 * 32] * 2] * LAYERS and rows == [(2, 5, 4)] * LAYERS
+
+
+def test_slots_that_the_cpu_does_not_know_go_to_the_kernel(engine):
+    """Each piece by itself, in any order; nothing waits for the numbers."""
+    gen = torch.Generator().manual_seed(10)
+    layers = random_layers(SHAPES["keys and values"], gen)
+    memory = HostMemory(layers, HOST_SLOTS)
+    transfers = Transfers(memory, GpuCopies(memory), streams)
+    slots = torch.randperm(8, generator=gen) * 5
+    source, host = ((slots[:, None] + torch.arange(4)).flatten() for _ in range(2))
+    pieces = [
+        Piece(host[i : i + 8], source[i : i + 8], source[i : i + 8] if known else None)
+        for i, known in ((8, False), (0, True), (24, True), (16, False))
+    ]
+    expected = as_bytes(layers, source)
+    transfers.back_up(pieces).finish()
+    assert engine == [[4 * 32] * 4 * (2 * LAYERS)]
+    poison(layers)
+    transfers.load(pieces[::-1]).finish()
+    assert all(map(torch.equal, as_bytes(layers, source), expected))
+
+
+def test_numbers_are_read_without_waiting():
+    memory = HostMemory([[torch.zeros(8, 1)]], 8)
+    transfers = Transfers(memory, streams=streams)
+    late = streams.Stream()
+    with streams.stream(late):
+        numbers = transfers.numbers(torch.tensor([3, 1, 2]))
+        part = numbers.part(1, 3)
+        late.queued.appendleft(lambda: None)
+        assert part.known is None and numbers.known.tolist() == [3, 1, 2] and part.known.tolist() == [1, 2]
 
 
 def test_without_batched_copies_the_kernel_copies_everything(engine, monkeypatch):
@@ -117,9 +153,9 @@ def test_without_batched_copies_the_kernel_copies_everything(engine, monkeypatch
     memory = HostMemory(layers, HOST_SLOTS)
     expected = as_bytes(layers, torch.arange(20))
     transfers = Transfers(memory, GpuCopies(memory), streams)
-    transfers.back_up(torch.arange(20), torch.arange(20)).finish()
+    transfers.back_up(piece(torch.arange(20), torch.arange(20))).finish()
     poison(layers)
-    transfers.load(torch.arange(20), torch.arange(20)).finish()
+    transfers.load(piece(torch.arange(20), torch.arange(20))).finish()
     assert not engine and all(map(torch.equal, as_bytes(layers, torch.arange(20)), expected))
 
 
@@ -131,9 +167,9 @@ def test_a_layer_is_read_only_once_it_has_come():
     transfers = Transfers(memory, LateCopies(CpuCopies(memory), memory), streams)
     slots = torch.arange(8)
     expected = as_bytes(layers, slots)
-    transfers.back_up(slots, slots).finish()
+    transfers.back_up(piece(slots, slots)).finish()
     poison(layers)
-    tickets = [transfers.load(slots[:4], slots[:4]), transfers.load(slots[4:], slots[4:])]
+    tickets = [transfers.load(piece(slots[:4], slots[:4])), transfers.load(piece(slots[4:], slots[4:]))]
     transfers.wait(0)
     assert all(map(torch.equal, as_bytes(layers[:1], slots), expected[:2]))
     assert not any(map(torch.equal, as_bytes(layers[2:], slots[4:]), [each[4:] for each in expected[4:]]))
@@ -147,8 +183,8 @@ def test_a_ticket_tells_when_its_copy_has_ended():
     gen = torch.Generator().manual_seed(7)
     memory = HostMemory(random_layers(SHAPES["latents"], gen), HOST_SLOTS)
     transfers = Transfers(memory, LateCopies(CpuCopies(memory), memory), streams)
-    first = transfers.back_up(torch.arange(4), torch.arange(4))
-    second = transfers.back_up(torch.arange(4, 9), torch.arange(4, 9))
+    first = transfers.back_up(piece(torch.arange(4), torch.arange(4)))
+    second = transfers.back_up(piece(torch.arange(4, 9), torch.arange(4, 9)))
     asked = 0
     while not second.done:  # each question lets one step of work pass
         asked += 1
@@ -158,8 +194,8 @@ def test_a_ticket_tells_when_its_copy_has_ended():
 def test_a_cpu_copies_at_once():
     memory = HostMemory([[torch.arange(8.0).reshape(8, 1)]], 8)
     transfers = Transfers(memory)
-    assert transfers.back_up(torch.tensor([2]), torch.tensor([5])).done
-    ticket = transfers.load(torch.tensor([2]), torch.tensor([0]))
+    assert transfers.back_up(piece(torch.tensor([2]), torch.tensor([5]))).done
+    ticket = transfers.load(piece(torch.tensor([2]), torch.tensor([0])))
     transfers.wait_all()
     assert ticket.done and memory.groups[0].device[0].view(torch.float32)[0] == 5
 
@@ -170,9 +206,10 @@ def test_copies_wait_for_the_passes_launched_before(monkeypatch):
     memory = HostMemory([[torch.zeros(8, 1)]], 8)
     transfers = Transfers(memory, streams=streams)
     transfers.forward_stream = passes = streams.Stream()
-    transfers.back_up(torch.tensor([0]), torch.tensor([0]))
-    transfers.load(torch.tensor([0]), torch.tensor([0]))
-    assert waited == [(transfers._back_up_stream, passes), (transfers._load_stream, passes)]
+    transfers.back_up(piece(torch.tensor([0]), torch.tensor([0])))
+    transfers.load(piece(torch.tensor([0]), torch.tensor([0])))
+    both = transfers._back_up_stream, transfers._load_stream
+    assert waited == [(stream, before) for stream in both for before in (streams.MAIN, passes)]
 
 
 def test_storage_gathers_rows_of_all_buffers_in_one_call():
@@ -181,7 +218,7 @@ def test_storage_gathers_rows_of_all_buffers_in_one_call():
     layers = random_layers(SHAPES["keys and values"], gen)
     memory = HostMemory(layers, HOST_SLOTS)
     host = torch.tensor([7, 3, 11])
-    Transfers(memory).back_up(host, torch.arange(3))
+    Transfers(memory).back_up(piece(host, torch.arange(3)))
     table, starts = memory.groups[0].table
     stored = np.take(table, starts + host.numpy())
     assert stored.shape == (2 * LAYERS, 3) and stored.itemsize == 32 and memory.token_bytes == 2 * LAYERS * 32
@@ -225,12 +262,12 @@ def test_a_gpu_copies_bitwise(monkeypatch, parts, min_run_bytes):
 
     source, host, target = ragged(), ragged(), ragged()
     expected = as_bytes(layers, source.cuda())
-    transfers.back_up(host, source.cuda())
-    ticket = transfers.back_up(torch.tensor([0, 1]), torch.tensor([0, 1]).cuda())
+    transfers.back_up(piece(host, source.cuda()))
+    ticket = transfers.back_up(piece(torch.tensor([0, 1]), torch.tensor([0, 1]).cuda()))
     ticket.finish()
     assert ticket.done
     poison(layers)
-    transfers.load(host, target.cuda())
+    transfers.load(piece(host, target.cuda()))
     for layer in range(LAYERS):
         transfers.wait(layer)
         places = slice(layer * len(parts), (layer + 1) * len(parts))
@@ -251,15 +288,15 @@ def test_copies_of_a_gpu_wait_for_passes_and_passes_for_loads(monkeypatch, min_r
     transfers.forward_stream = passes = torch.cuda.Stream()
     slots = torch.arange(4000)
     on_device = slots.cuda()
-    transfers.back_up(slots, on_device).finish()  # compiles the kernel
-    transfers.load(slots, on_device).finish()
+    transfers.back_up(piece(slots, on_device)).finish()  # compiles the kernel
+    transfers.load(piece(slots, on_device)).finish()
     torch.cuda.synchronize()
     cycles = 200_000_000
     with torch.cuda.stream(passes):  # computes what is copied
         torch.cuda._sleep(cycles)
         for number, buffer in enumerate(buffer for layer in layers for buffer in layer):
             buffer.fill_(number + 1)
-    backed_up = transfers.back_up(slots, on_device)
+    backed_up = transfers.back_up(piece(slots, on_device))
     assert not backed_up.done
     backed_up.finish()
     with torch.cuda.stream(passes):  # writes a last time to slots that are free by now
@@ -267,7 +304,7 @@ def test_copies_of_a_gpu_wait_for_passes_and_passes_for_loads(monkeypatch, min_r
         for layer in layers:
             for buffer in layer:
                 buffer.fill_(float("nan"))
-    loaded = transfers.load(slots, on_device)
+    loaded = transfers.load(piece(slots, on_device))
     assert not loaded.done
     read = []
     with torch.cuda.stream(passes):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fakes.host_tree import CHUNKS, Tree
+from sglang_lazy.cache.numbers import Numbers
 from sglang_lazy.core.keys import Namespace
 
 TEXT = Namespace("text", None, None, b"path")
@@ -71,8 +72,8 @@ def test_chunks_are_copied_together_and_come_back_in_one_go():
     tree = Tree(40, 80)
     copied, loaded = [], []
     back_up, load = tree.transfers.back_up, tree.transfers.load
-    tree.transfers.back_up = lambda host, device: copied.append(len(host)) or back_up(host, device)
-    tree.transfers.load = lambda host, device: loaded.append(len(host)) or load(host, device)
+    tree.transfers.back_up = lambda pieces: copied.append(sum(len(each.host) for each in pieces)) or back_up(pieces)
+    tree.transfers.load = lambda pieces: loaded.append(sum(len(each.host) for each in pieces)) or load(pieces)
     nodes = warm(tree, A, B, C)
     assert copied == [12] and host_used(tree) == 12
     demote(tree)
@@ -99,7 +100,7 @@ def test_a_copy_under_way_is_not_evicted_and_not_complete():
 def test_an_eviction_that_falls_short_may_wait_for_copies():
     tree = Tree(20, 80)
     tree.host.back_up([tree.compute(A), tree.compute(B)])
-    assert tree.evict(8) == 0
+    assert tree.num_evictable == 0 and tree.evict(8) == 0
     tree.host.finish()
     assert tree.evict(8) == 8
     check(tree)
@@ -274,6 +275,44 @@ def test_a_load_keeps_what_stands_before_it():
     check(tree)
 
 
+def test_a_load_takes_the_slots_of_what_it_evicts():
+    """The CPU knows these, whether they were computed, loaded or split, and can copy their runs by the copy engine."""
+    tree = Tree(12, 80)
+    (a,) = warm(tree, A)
+    b, c, d = warm(tree, B, C, D)
+    assert a.slots is None and tree.allocator.available_size() == 0
+    loaded, load = [], tree.transfers.load
+    tree.transfers.load = lambda pieces: loaded.append(pieces) or load(pieces)
+    tree.end_of(array("q", B[:1]), CHUNKS)
+    left = [*tree.slots_to(b)][::-1]  # the end leaves before its beginning
+    assert tree.host.load([a])
+    ((piece,),) = loaded
+    assert torch.equal(piece.device, torch.cat(left)) and torch.equal(piece.known, piece.device)
+    settle(tree)
+    check(tree)
+    loaded.clear()
+    tree.evict_leaf(d)
+    tree.compute([1, 2])
+    tree.use(a, 0)
+    tree.use(c, 0)
+    assert tree.host.load([b])
+    known, unknown = loaded[0]
+    assert len(known.known) == 2 and len(unknown.device) == 2 and unknown.known is None
+    settle(tree)
+    check(tree)
+
+
+def test_a_load_gives_up_if_eviction_falls_short():
+    tree = Tree(8, 80)
+    (a,) = warm(tree, A)
+    demote(tree)
+    for tokens in ([1], [2], [3], B):
+        tree.compute(tokens)
+    tree.host._device.take = lambda num_tokens: tree.take(1)
+    assert not tree.host.load([a]) and a.slots is None and tree.allocator.available_size() == 2
+    check(tree)
+
+
 def test_fetched_chunks_are_adopted_below_what_the_host_has():
     tree = Tree(40, 80)
     (a,) = warm(tree, A)
@@ -327,11 +366,20 @@ def test_a_reset_frees_the_host():
     assert host_used(tree) == 0 and not tree.host.is_copying
 
 
+class Unknown:
+    """An event that does not come in time."""
+
+    def query(self):
+        return False
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_histories(seed):
     """Any order of events, with tiny tiers: nothing is lost, mixed up or read before it has come."""
     dice = random.Random(seed)
     tree = Tree(dice.choice((16, 30, 60)), dice.choice((8, 24, 50)), min_hits=dice.choice((0, 2)))
+    numbers = tree.transfers.numbers
+    tree.transfers.numbers = lambda slots: Numbers(slots, Unknown()) if dice.random() < 0.2 else numbers(slots)
     texts = [[dice.randrange(3) for _ in range(dice.randrange(1, 9))] for _ in range(12)]
     protected, held = [], []
 

@@ -13,8 +13,9 @@ import torch
 from sglang_lazy.cache.copies import Copies
 from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.host_copy import Device, HostCopy, HostWatcher, Transfer
-from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.host_memory import HostMemory, Piece
 from sglang_lazy.cache.node import Node, Order
+from sglang_lazy.cache.numbers import KnownSlots, joined
 from sglang_lazy.cache.transfers import Ticket, Transfers
 from sglang_lazy.cache.tree import Part, RadixTree
 from sglang_lazy.core.keys import Namespace
@@ -50,6 +51,7 @@ class HostKV(Part):
         self._leaves: set[Node] = set()  # nodes that are only on the host, without children
         self._heap = EvictionHeap(self._order)
         self._under_way: list[list[Transfer]] = [[], []]  # back-ups and loads, in order
+        self._known = KnownSlots(self._transfers.numbers)
 
     def reset(self) -> None:
         """Waits for copies under way."""
@@ -79,8 +81,7 @@ class HostKV(Part):
         if not copied:
             return
         made = list(copied)
-        slots = torch.cat([copy.slots for copy in copied.values()])
-        ticket = self._transfers.back_up(slots, torch.cat([node.slots for node in made]))
+        ticket = self._transfers.back_up([Piece(copy.slots, n.slots, self._known.of(n)) for n, copy in copied.items()])
         transfer = self._begin(made, self._ends(made), ticket, loads=False)
         for node in made:
             node.host.transfer = transfer
@@ -124,15 +125,14 @@ class HostKV(Part):
         to_load = self._only_on_host(nodes)
         if not to_load:
             return True
-        copies = [node.host.slots for node in to_load]
-        num_tokens = sum(map(len, copies))
-        if not self._make_room(to_load, num_tokens):
+        if (pieces := self._room_for(to_load)) is None:
             return False
-        slots = self._device.alloc(num_tokens)
-        ticket = self._transfers.load(torch.cat(copies), slots)
-        for node, own in zip(to_load, slots.split([len(copy) for copy in copies]), strict=True):
+        ticket = self._transfers.load(pieces)
+        slots = torch.cat([piece.device for piece in pieces])
+        for node, own in zip(to_load, slots.split([len(node) for node in to_load]), strict=True):
             node.slots = own.clone()  # a part would keep all of `slots`
             self._leaves.discard(node)
+        self._known.came(to_load, slots)
         self._tree.came(to_load)
         transfer = self._begin(to_load, self._ends(to_load), ticket, loads=True)
         for node in to_load:
@@ -150,18 +150,37 @@ class HostKV(Part):
             found.update(dict.fromkeys(reversed(path)))
         return list(found)
 
-    def _make_room(self, to_load: Sequence[Node], num_tokens: int) -> bool:
-        """Make room on the device. What is loaded, and what stands before it, keeps its copies and its slots."""
-        num_lacking = num_tokens - self._device.available_size()
-        if num_lacking <= 0:
-            return True
+    def _room_for(self, to_load: Sequence[Node]) -> list[Piece] | None:
+        """Slots of both sides for nodes, in their order. What stands before them keeps its slots on the device.
+
+        Evicted slots are used as they are: it is known which they are, and where chunks are as long as those that they
+        replace, which is the rule, they are runs if those were.
+        """
+        host = torch.cat([node.host.slots for node in to_load])
+        num_lacking = len(host) - self._device.available_size()
+        if num_lacking > self._device.evictable_size():
+            return None
+        taken, known = self._take(num_lacking, to_load) if num_lacking > 0 else (host[:0], None)
+        self._device.free(taken[len(host) :])
+        taken = taken[: len(host)]
+        count = len(taken)
+        rest = self._device.alloc(len(host) - count)
+        if rest is None:
+            self._device.free(taken)
+            return None
+        pieces = [Piece(host[:count], taken, None if known is None else known[:count]), Piece(host[count:], rest, None)]
+        return [piece for piece in pieces if len(piece.host)]
+
+    def _take(self, num_tokens: int, to_load: Sequence[Node]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots of evicted nodes, on the device and, if they are known, on the CPU."""
         above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
         for node in above:
             self._tree.lock(node)
-        fits = num_lacking <= self._device.evictable_size() and self._device.evict(num_lacking) >= num_lacking
+        with self._known.leaving() as numbers:
+            slots = self._device.take(num_tokens)
         for node in above:
             self._tree.unlock(node)
-        return fits
+        return slots, joined(numbers)
 
     def loading(self, node: Node) -> bool:
         """Whether the KV of `node` is being loaded."""
@@ -242,6 +261,7 @@ class HostKV(Part):
 
     def split(self, above: Node, node: Node) -> None:
         self._copies.split(above, node)
+        self._known.split(above, node)
         if (copy := node.host) is None:
             return
         count = len(above)
@@ -252,20 +272,22 @@ class HostKV(Part):
             nodes.insert(nodes.index(node), above)
 
     def added(self, end: Node, slots: torch.Tensor, num_present: int, start: int) -> torch.Tensor:
-        """What was only on the host may have come to the device."""
-        num_new, node = len(slots) - num_present, end
-        came = []
+        """Some of it may have been only on the host."""
+        num_new, node, new = len(slots) - num_present, end, []
         while num_new > 0:
-            if node.host is not None:
-                self._leaves.discard(node)
-                came.append(node)
+            new.append(node)
             num_new -= len(node)
             node = node.parent
-        for node in reversed(came):
-            self._copies.came(node)
+        for node in reversed(new):
+            if node.host is not None:
+                self._leaves.discard(node)
+                self._copies.came(node)
+        if new:
+            self._known.came(new[::-1], slots[num_present:])
         return super().added(end, slots, num_present, start)
 
     def left_device(self, node: Node) -> bool:
+        self._known.left(node)
         self._copies.left(node, len(node))
         if node.host is not None and not node.children:
             self._offer(node)

@@ -42,11 +42,15 @@ class Device(Protocol):
     def evictable_size(self) -> int:
         """The number of slots that eviction can free."""
 
-    def evict(self, num_tokens: int) -> int:
-        """Free so many slots, or all that can be; returns how many."""
+    def take(self, num_tokens: int) -> torch.Tensor:
+        """Evict so many slots, or all that can be. Returns those of the tree with the host tier, as `RadixTree.take`
+        does; others are freed."""
 
-    def alloc(self, count: int) -> torch.Tensor:
-        """Slots, int64, of those that are free."""
+    def alloc(self, count: int) -> torch.Tensor | None:
+        """Slots, int64, of those that are free. None if these are fewer."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Take back slots."""
 
 
 class HostWatcher:

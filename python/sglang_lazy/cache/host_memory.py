@@ -89,14 +89,23 @@ def _new_memory(shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
     return memory
 
 
+class Piece(NamedTuple):
+    """Slots to be copied.
+
+    host: [n] int64 on the CPU.  device: [n] int64, of the device's pool, on the device.
+    known: `device` on the CPU; None if reading it would take waiting for the device. Runs are found in it.
+    """
+
+    host: torch.Tensor
+    device: torch.Tensor
+    known: torch.Tensor | None
+
+
 class Copies(Protocol):
     """Copies between a `HostMemory` and its device, on the current stream."""
 
-    def plan(self, host: torch.Tensor, device: torch.Tensor) -> Any:
-        """What the copies of these slots need; it must be kept until they have ended.
-
-        host, device: [n] int64 each, on the CPU.
-        """
+    def plan(self, pieces: Sequence[Piece]) -> Any:
+        """What the copies of these slots need; it must be kept until they have ended."""
 
     def load(self, plan: Any, layer: int) -> None:
         """Copy one layer to the device."""
@@ -115,8 +124,8 @@ class CpuCopies:
             for layer, host, device in zip(rows.layers, rows.host, rows.device, strict=True):
                 self._pairs.append((layer, host.view(word), device.view(word)))
 
-    def plan(self, host: torch.Tensor, device: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return host, device
+    def plan(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([piece.host for piece in pieces]), torch.cat([piece.device for piece in pieces])
 
     def load(self, plan: tuple[torch.Tensor, torch.Tensor], layer: int) -> None:
         for own_layer, host, device in self._pairs:
@@ -177,24 +186,29 @@ class GpuCopies:
         tables = tuple(torch.from_numpy(each).to(self._device) for each in (host, device))
         return _Buffers(rows.row_bytes, bounds, host[:, None], device[:, None], tables)
 
-    def plan(self, host: torch.Tensor, device: torch.Tensor) -> _Plan:
-        here, there = host.numpy(), device.numpy()
+    def plan(self, pieces: Sequence[Piece]) -> _Plan:
+        known, unknown = ([piece for piece in pieces if (piece.known is None) == late] for late in (False, True))
+        nothing = torch.empty(0, dtype=torch.int64)
+        here = torch.cat([nothing, *(piece.host for piece in known)]).numpy()
+        there = torch.cat([nothing, *(piece.known for piece in known)]).numpy()
         starts, lengths = runs(here, there)
         long = lengths >= self._min_run if self._min_run is not None else np.zeros(len(lengths), dtype=bool)
         scattered = np.flatnonzero(np.repeat(~long, lengths))
         starts, lengths = starts[long], lengths[long]
+        at_host = torch.cat([torch.from_numpy(here[scattered]), *(piece.host for piece in unknown)])
+        at_device = [self._upload(torch.from_numpy(there[scattered])), *(piece.device for piece in unknown)]
         of_groups = []
         for buffers in self._buffers:
-            at_host, at_device = (
-                addresses + each[starts] * buffers.row_bytes
-                for addresses, each in ((buffers.host, here), (buffers.device, there))
+            addresses = (
+                base + each[starts] * buffers.row_bytes
+                for base, each in ((buffers.host, here), (buffers.device, there))
             )
-            of_groups.append((at_host, at_device, np.broadcast_to(lengths * buffers.row_bytes, at_host.shape)))
-        return _Plan(of_groups, self._upload(here[scattered]), self._upload(there[scattered]))
+            sizes = np.broadcast_to(lengths * buffers.row_bytes, (len(buffers.host), len(lengths)))
+            of_groups.append((*addresses, sizes))
+        return _Plan(of_groups, self._upload(at_host), torch.cat(at_device))
 
-    def _upload(self, slots: np.ndarray) -> torch.Tensor:
-        values = torch.from_numpy(slots)
-        return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
+    def _upload(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else slots
 
     def load(self, plan: _Plan, layer: int) -> None:
         for buffers, (host, device, sizes) in zip(self._buffers, plan.of_groups, strict=True):

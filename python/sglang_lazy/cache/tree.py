@@ -315,7 +315,13 @@ class RadixTree:
     def evict(self, num_tokens: int) -> int:
         """Evict leaves from the device and free their slots, until they held `num_tokens` or none is left; returns how
         many they held."""
-        pieces: list[torch.Tensor] = []
+        if num_evicted := len(slots := self.take(num_tokens)):
+            self.allocator.free(slots)
+        return num_evicted
+
+    def take(self, num_tokens: int) -> torch.Tensor:
+        """The same, but the caller gets the slots, in the order in which parts are told of their nodes."""
+        pieces = [self._no_slots]
         num_evicted = 0
         while num_evicted < num_tokens:
             if (leaf := self._heap.pop(self._leaves)) is not None:
@@ -323,9 +329,7 @@ class RadixTree:
                 num_evicted += len(pieces[-1])
             elif not self.release_lock():
                 break
-        if pieces:
-            self.allocator.free(torch.cat(pieces))
-        return num_evicted
+        return torch.cat(pieces[1:] or pieces)
 
     def evict_leaf(self, leaf: Node) -> None:
         """Evict one evictable leaf from the device and free its slots."""
