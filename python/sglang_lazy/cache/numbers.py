@@ -62,7 +62,8 @@ class KnownSlots:
     @contextmanager
     def leaving(self) -> Iterator[list[Numbers | None]]:
         """A context whose value lists the slots of nodes that leave in it."""
-        self._leaving = leaving = []
+        leaving: list[Numbers | None] = []
+        self._leaving = leaving
         try:
             yield leaving
         finally:
