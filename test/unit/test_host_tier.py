@@ -451,3 +451,64 @@ def test_histories(seed):
     tree.host.evict(tree.memory.slots.size)
     check(tree)
     assert not tree.nodes() and torch.all(tree.memory.slots.alloc(tree.memory.slots.size).diff() == 1)
+
+
+def ask(tree, tokens):
+    """Serve a chunk from where it is; returns the tier that had it, None if none."""
+    node = tree.end_of(array("q", tokens), CHUNKS)
+    tier = None if node is None else "host" if node.slots is None else "device"
+    if tier == "host":
+        assert tree.host.load([node])
+        settle(tree)
+    node = tree.compute(tokens) if tier is None else node
+    if tier is not None:
+        tree.use(node, 0)
+    tree.host.back_up([node])
+    settle(tree)
+    check(tree)
+    return tier
+
+
+def copied_chunks(tree):
+    """How many chunks have a copy, and how many of these are on the device as well."""
+    nodes = [node for node in tree.nodes() if node.host is not None]
+    return len(nodes), sum(node.slots is not None for node in nodes)
+
+
+def corpus(count):
+    """Chunks that all differ in their first token."""
+    return [[100 + i, *(1 + (i + j) % 7 for j in range(5))] for i in range(count)]
+
+
+def test_without_pressure_everything_has_a_copy():
+    tree, chunks = Tree(60, 240), corpus(30)
+    for chunk in chunks * 2:
+        ask(tree, chunk)
+    assert copied_chunks(tree)[0] == 30
+
+
+def test_full_tiers_share_little():
+    """Twice as many chunks as the device holds, in random order: most copies are of chunks that the device lacks."""
+    tree, chunks, dice = Tree(66, 60), corpus(19), random.Random(2)
+    tiers = [ask(tree, chunks[dice.randrange(19)]) for _ in range(300)]
+    copied, shared = copied_chunks(tree)
+    assert copied == 10 and shared <= 3
+    assert sum(tier is None for tier in tiers[100:]) <= 40, "nearly all are found, since the tiers have room for 20"
+
+
+def test_hot_chunks_are_not_copied_again_to_a_full_host():
+    """A chunk in constant use is copied once or twice, not at each use."""
+    tree, (hot, *others) = Tree(68, 60), corpus(18)
+    for chunk in others * 3:
+        ask(tree, chunk)
+        assert ask(tree, hot) in ("device", None)
+    stored = [what for name, what in tree.events if name == "stored" and what.tokens.tolist() == hot]
+    assert 1 <= len(stored) <= 2
+
+
+def test_a_beginning_keeps_its_copy_while_an_end_has_one():
+    """Chunks that share a prefix: the host never holds an end without its beginning, which `check` sees to."""
+    tree, dice = Tree(60, 40), random.Random(1)
+    chunks = [[first, 2, 3, last, last, last] for first in (7, 8, 9) for last in (4, 5, 6, 10, 11)]
+    for _ in range(200):
+        ask(tree, chunks[dice.randrange(len(chunks))])
