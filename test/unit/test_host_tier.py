@@ -275,6 +275,19 @@ def test_a_load_keeps_what_stands_before_it():
     check(tree)
 
 
+def test_what_stands_before_a_load_does_not_count_as_room():
+    """Only the beginning could be evicted, and the end is of no use without it; waiting requests keep their locks."""
+    tree = Tree(8, 80)
+    tree.compute(A[:2])
+    (end,) = warm(tree, A)
+    tree.evict_leaf(end)
+    tree.lock(tree.compute([1, 2, 3, 4, 5]))
+    tree.release_lock = lambda: pytest.fail("a lock was revoked")
+    assert tree.num_evictable == 2 and tree.allocator.available_size() == 1
+    assert not tree.host.load([end]) and end.slots is None and end.parent.slots is not None
+    check(tree)
+
+
 def test_a_load_takes_the_slots_of_what_it_evicts():
     """The CPU knows these, whether they were computed, loaded or split, and can copy their runs by the copy engine."""
     tree = Tree(12, 80)

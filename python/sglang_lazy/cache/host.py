@@ -157,10 +157,7 @@ class HostKV(Part):
         replace, which is the rule, they are runs if those were.
         """
         host = torch.cat([node.host.slots for node in to_load])
-        num_lacking = len(host) - self._device.available_size()
-        if num_lacking > self._device.evictable_size():
-            return None
-        taken, known = self._take(num_lacking, to_load) if num_lacking > 0 else (host[:0], None)
+        taken, known = self._take(len(host) - self._device.available_size(), to_load)
         self._device.free(taken[len(host) :])
         taken = taken[: len(host)]
         count = len(taken)
@@ -171,16 +168,21 @@ class HostKV(Part):
         pieces = [Piece(host[:count], taken, None if known is None else known[:count]), Piece(host[count:], rest, None)]
         return [piece for piece in pieces if len(piece.host)]
 
-    def _take(self, num_tokens: int, to_load: Sequence[Node]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots of evicted nodes, on the device and, if they are known, on the CPU."""
+    def _take(self, num_lacking: int, to_load: Sequence[Node]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots of evicted nodes, on the device and, if they are known, on the CPU; none if there are too few."""
+        slots, known = torch.empty(0, dtype=torch.int64, device=self.memory.device), None
+        if num_lacking <= 0:
+            return slots, known
         above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
         for node in above:
             self._tree.lock(node)
-        with self._known.leaving() as numbers:
-            slots = self._device.take(num_tokens)
+        if num_lacking <= self._device.evictable_size():
+            with self._known.leaving() as numbers:
+                slots = self._device.take(num_lacking)
+            known = joined(numbers)
         for node in above:
             self._tree.unlock(node)
-        return slots, joined(numbers)
+        return slots, known
 
     def loading(self, node: Node) -> bool:
         """Whether the KV of `node` is being loaded."""

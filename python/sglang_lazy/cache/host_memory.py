@@ -85,7 +85,7 @@ def _new_memory(shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
         runtime = torch.cuda.cudart()
         if error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
             raise RuntimeError(f"{memory.numel() / 1e9:.1f} GB of host memory cannot be pinned: CUDA error {error}")
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 
 
