@@ -1,6 +1,7 @@
 """Copies between a device's pool and host memory: bitwise, in any slots, and never read before they have come."""
 
 import ctypes
+import importlib
 import types
 
 import numpy as np
@@ -14,6 +15,7 @@ from sglang_lazy.cache import host_memory
 from sglang_lazy.cache.host_memory import CpuCopies, GpuCopies, HostMemory, Piece
 from sglang_lazy.cache.transfers import Transfers
 
+kernels = importlib.import_module("sgl_kernel_lazy.triton.copy_rows")
 DEVICE_SLOTS, HOST_SLOTS, LAYERS = 40, 60, 3
 SHAPES = {
     "keys and values": [((2, 8), torch.bfloat16)] * 2,
@@ -133,6 +135,15 @@ def test_slots_that_the_cpu_does_not_know_go_to_the_kernel(engine):
     poison(layers)
     transfers.load(pieces[::-1]).finish()
     assert all(map(torch.equal, as_bytes(layers, source), expected))
+
+
+def test_kernels_are_compiled_before_anybody_waits(engine, monkeypatch):
+    """One for each row size."""
+    sizes, copy_rows = [], kernels.copy_rows
+    monkeypatch.setattr(kernels, "copy_rows", lambda *args: sizes.append(args[4]) or copy_rows(*args))
+    gen = torch.Generator().manual_seed(11)
+    GpuCopies(HostMemory(random_layers(SHAPES["bytes and their scales"], gen), HOST_SLOTS))
+    assert sorted(sizes) == [8, 10] and not engine
 
 
 def test_numbers_are_read_without_waiting():

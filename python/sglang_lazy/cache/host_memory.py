@@ -176,6 +176,9 @@ class GpuCopies:
         self._buffers = [self._addresses(rows) for rows in memory.groups]
         widest = max(rows.row_bytes for rows in memory.groups)
         self._min_run = -(-MIN_RUN_BYTES // widest) if copy_engine.available() else None
+        # Nobody has slots of the host yet. What is compiled later keeps requests waiting.
+        first = torch.zeros(1, dtype=torch.int64)
+        self.back_up(self.plan([Piece(first, first.to(self._device), None)]))
 
     def _addresses(self, rows: Rows) -> _Buffers:
         order = sorted(range(len(rows.layers)), key=lambda i: (rows.layers[i], i))
@@ -208,7 +211,9 @@ class GpuCopies:
         return _Plan(of_groups, self._upload(at_host), torch.cat(at_device))
 
     def _upload(self, slots: torch.Tensor) -> torch.Tensor:
-        return slots.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else slots
+        if self._device.type == "cuda" and len(slots):
+            slots = slots.pin_memory()
+        return slots.to(self._device, non_blocking=True)
 
     def load(self, plan: _Plan, layer: int) -> None:
         for buffers, (host, device, sizes) in zip(self._buffers, plan.of_groups, strict=True):

@@ -11,7 +11,11 @@ BLOCK_BYTES, NUM_WARPS = 1 << 16, 32
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_buffers"])
+# One kernel for all calls: a part of a table of addresses begins anywhere.
+_ANYWHERE = ["sources", "targets", "source_rows", "target_rows"]
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_buffers"], do_not_specialize_on_alignment=_ANYWHERE)
 def _copy_rows_kernel(
     sources, targets, source_rows, target_rows, num_rows, num_buffers,
     WORD: tl.constexpr, ROW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -25,7 +29,7 @@ def _copy_rows_kernel(
         known = row < num_rows
         read = tl.load(source_rows + row, mask=known, other=0)[:, None] * ROW + word[None, :]
         write = tl.load(target_rows + row, mask=known, other=0)[:, None] * ROW + word[None, :]
-        # Known to the compiler, or it would copy word by word; see `copy_rows`.
+        # Must be known to the compiler, which matters only for rows of multiples of 16 bytes: these it copies by 16.
         source = tl.multiple_of(tl.load(sources + buffer).to(tl.pointer_type(WORD)), 16)
         target = tl.multiple_of(tl.load(targets + buffer).to(tl.pointer_type(WORD)), 16)
         mask = known[:, None] & (word < ROW)[None, :]
@@ -44,8 +48,8 @@ def copy_rows(
     """Copy the same rows of many buffers: targets[b][target_rows[i]] = sources[b][source_rows[i]], on the current
     stream.
 
-    sources, targets: [buffers] int64, addresses of contiguous buffers, multiples of 16, that the device can access:
-        its own memory or pinned memory of the host.
+    sources, targets: [buffers] int64, addresses of contiguous buffers that the device can access: its own memory or
+        pinned memory of the host. Multiples of the largest power of two, up to 16, that divides row_bytes.
     source_rows, target_rows: [n] int64; each target once. Nothing may be both read and written.
     row_bytes: bytes of a row in all these buffers.
     num_blocks: thread blocks, each of which occupies one multiprocessor or less.
