@@ -97,9 +97,9 @@ def main() -> None:
             print(json.dumps(row), file=out, flush=True)
             print(row, flush=True)
 
-        def note_beside(copy: Copy, alone_gb_per_s: float, **row) -> None:
+        def note_beside(part: Copy, alone_gb_per_s: float, /, **row) -> None:
             for name, run in computing.items():
-                cost, rate = beside(run, copy, alone_gb_per_s)
+                cost, rate = beside(run, part, alone_gb_per_s)
                 note(**row, beside=name, ms_per_gb=round(cost, 3), gb_per_s=round(rate, 2))
 
         environment = describe_environment(commit=args.commit, seed=0, server_flags=[])
