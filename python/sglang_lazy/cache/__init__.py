@@ -1,1 +1,1 @@
-"""The cache: a radix tree whose nodes hold KV on the device, in host memory, or both."""
+"""The radix tree of linked requests, its parts, and what keeps it in step with another tree in the same pool."""
