@@ -43,14 +43,19 @@ class Event:
     """A query that finds it pending runs one step of its stream, so work that nobody waits for completes in time."""
 
     def __init__(self):
-        self._stream, self._done = MAIN, True
+        self._stream, self._num_to_come = MAIN, 0  # records; the last one counts
 
     def record(self) -> None:
-        self._stream, self._done = _current, False
+        self._stream = _current
+        self._num_to_come += 1
         _current.do(self._come)
 
     def _come(self) -> None:
-        self._done = True
+        self._num_to_come -= 1
+
+    @property
+    def _done(self) -> bool:
+        return not self._num_to_come
 
     def query(self) -> bool:
         if not self._done:

@@ -15,12 +15,15 @@ attention = importlib.import_module("sgl_kernel_lazy.triton.accumulate_attention
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
+rows = importlib.import_module("sgl_kernel_lazy.triton.copy_rows")
 windows = importlib.import_module("sgl_kernel_lazy.triton.window_rows")
 
 FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions")
+WIDE_POINTERS = ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens")
+WIDE_POINTERS += ("sources", "targets", "source_rows", "target_rows")
 # Dtypes of queries, and of caches with another dtype.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
@@ -45,7 +48,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
             signature[name] = f"*{dtype}"
         elif name in INDEX_POINTERS:
             signature[name] = "*i32"
-        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens"):
+        elif name in WIDE_POINTERS:
             signature[name] = "*i64"
         else:
             signature[name] = "fp32" if name == "v_scale" else "i32"
@@ -115,6 +118,13 @@ def compile_copy(dtype, num_heads, head_dim, rotary_dim, is_neox):
     return (compile_kernel(copies._copy_rotated_kernel, dtype, copies.NUM_WARPS, 3, **heads, **blocks),)
 
 
+def compile_rows(row_bytes):
+    """Rows of multiples of 16 bytes are copied 16 bytes at a time."""
+    kernel = compile_kernel(rows._copy_rows_kernel, "bf16", rows.NUM_WARPS, 3, **rows.layout(row_bytes))
+    assert row_bytes % 16 or all(re.search(rf"{op}\.global\S*\.v2\.b64", kernel.asm["ptx"]) for op in ("ld", "st"))
+    return kernel
+
+
 # dtype, group, head_dim, rotary_dim, is_neox
 HEADS = [
     ("bf16", 4, 128, 128, True),
@@ -136,6 +146,9 @@ if __name__ == "__main__":
         blocks = dict(BLOCK_BS=256, BLOCK_T=max_tail, BLOCK_N=128)
         kernel = compile_kernel(windows._window_rows_kernel, "bf16", 4, 3, **blocks)
         print(max_tail, kernel.metadata.name, kernel.metadata.shared, flush=True)
+    for row_bytes in (2048, 1152, 72):
+        kernel = compile_rows(row_bytes)
+        print(row_bytes, kernel.metadata.name, kernel.metadata.shared, flush=True)
     for heads in QUICK if "--quick" in sys.argv else HEADS:
         links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
         links += (*compile_extend(*heads, 512, False, 128, 50.0), *compile_decode(*heads, 50.0))

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_lazy.chunks import eviction
-from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.cache import eviction
+from sglang_lazy.cache.eviction import EvictionHeap
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.chunks.catalog import CachedChunk, Catalog
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.chunks.deletions import Deletions
-from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import ChunkState, Inserted, Node, Tree
 from sglang_lazy.core.device import to_device

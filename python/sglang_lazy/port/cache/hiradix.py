@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, Ins
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.cache.copies import Copies
 from sglang_lazy.port.cache.loads import HostLoads

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, Ins
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.chunks.tree import Inserted, WindowMemory
 from sglang_lazy.core.keys import of_chunks
 from sglang_lazy.port.cache.radix import LazyRadixCache

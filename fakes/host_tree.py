@@ -1,0 +1,146 @@
+"""A radix tree with a host tier, whose KV tells what it was computed from."""
+
+import hashlib
+from array import array
+from typing import Any
+
+import torch
+
+from fakes import streams
+from fakes.late_copies import LateCopies
+from sglang_lazy.cache.host import HostKV
+from sglang_lazy.cache.host_copy import HostWatcher
+from sglang_lazy.cache.host_memory import CpuCopies, HostMemory
+from sglang_lazy.cache.node import ORDERS, Node
+from sglang_lazy.cache.transfers import Transfers
+from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.core.keys import Namespace
+
+CHUNKS = Namespace("chunk", None, None)
+LAYERS, ROW = 2, 8
+
+
+class Slots:
+    """A device's free slots, the lowest first."""
+
+    def __init__(self, size: int):
+        self.size, self._free = size, list(range(1, size + 1))
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        if count > len(self._free):
+            return None
+        taken, self._free = self._free[:count], self._free[count:]
+        return torch.tensor(taken, dtype=torch.int64)
+
+    def free(self, slots: torch.Tensor) -> None:
+        assert not set(slots.tolist()) & set(self._free)
+        self._free = sorted([*self._free, *slots.tolist()])
+
+
+class Device:
+    """The slots of one tree."""
+
+    def __init__(self, tree: RadixTree):
+        self._tree, self.size, self.take = tree, tree.allocator.size, tree.take
+        slots = tree.allocator
+        self.alloc, self.free, self.available_size = slots.alloc, slots.free, slots.available_size
+
+    def evictable_size(self) -> int:
+        return self._tree.num_evictable
+
+
+class Recorder(HostWatcher):
+    """Notes what it is told."""
+
+    def __init__(self, events: list[tuple[str, Any]]):
+        self._events = events
+
+    def stored(self, node: Node) -> None:
+        self._events.append(("stored", node))
+
+    def removed(self, node: Node) -> None:
+        self._events.append(("removed", node))
+
+    def copied(self, node: Node) -> None:
+        self._events.append(("copied", node))
+
+    def gave_up(self, num_tokens: int) -> None:
+        self._events.append(("gave up", num_tokens))
+
+
+class Tree(RadixTree):
+    """With a host tier whose copies are late. The KV of a slot is a digest of the tokens up to it."""
+
+    def __init__(self, size: int, host_size: int, **options: Any):
+        super().__init__(Slots(size), ORDERS["lru"])
+        self.layers = [[torch.zeros(size + 1, ROW, dtype=torch.uint8) for _ in "kv"] for _ in range(LAYERS)]
+        self.memory = HostMemory(self.layers, host_size)
+        self.transfers = Transfers(self.memory, LateCopies(CpuCopies(self.memory), self.memory), streams)
+        self.events: list[tuple[str, Any]] = []
+        device = Device(self)
+        self.host = HostKV(
+            self, device, self.memory, self.transfers, ORDERS["lru"], watcher=Recorder(self.events), **options
+        )
+        self.parts = (self.host,)
+
+    # For tests
+
+    def nodes(self) -> list[Node]:
+        found, left = [], list(self.root.children.values())
+        while left:
+            found.append(node := left.pop())
+            left += node.children.values()
+        return found
+
+    def path(self, node: Node) -> list[Node]:
+        path = []
+        while not node.is_root:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def kv(self, node: Node) -> list[list[bytes]]:
+        """What the slots of `node` should hold, in every buffer."""
+        before = array("q", [token for each in self.path(node) for token in each.tokens])
+        starts = range(len(before) - len(node.tokens), len(before))
+        return [
+            [hashlib.sha256(before[: i + 1].tobytes() + bytes((layer, place))).digest()[:ROW] for i in starts]
+            for place in range(2)
+            for layer in range(LAYERS)
+        ]
+
+    def on_device(self, node: Node) -> list[list[bytes]]:
+        return [
+            [bytes(row) for row in self.layers[layer][place][node.slots].tolist()]
+            for place in range(2)
+            for layer in range(LAYERS)
+        ]
+
+    def on_host(self, slots: torch.Tensor) -> list[list[bytes]]:
+        return [[bytes(row) for row in buffer[slots].tolist()] for buffer in self.memory.groups[0].host]
+
+    def compute(self, tokens: list[int], namespace: Any = CHUNKS) -> Node | None:
+        """Compute and add `tokens`; None if there is no room."""
+        ids = array("q", tokens)
+        lacking = len(ids) - self.allocator.available_size()
+        if lacking > 0 and self.evict(lacking) < lacking:
+            return None
+        slots = self.allocator.alloc(len(ids))
+        num_present, node, _ = self.add(ids, namespace, slots, 0, 0)
+        self.use(node, 0)
+        self.allocator.free(slots[:num_present])
+        start = len(ids)
+        for each in reversed(self.path(node)):
+            start -= len(each)
+            if start >= num_present:
+                self.write(each)
+        return node
+
+    def write(self, node: Node) -> None:
+        """Compute the KV of a node."""
+        buffers = [layer[place] for place in range(2) for layer in self.layers]
+        for buffer, rows in zip(buffers, self.kv(node), strict=True):
+            buffer[node.slots] = torch.tensor([list(row) for row in rows], dtype=torch.uint8)

@@ -1,0 +1,69 @@
+"""The copy of a node in host memory, the transfers that make and read copies, and what the host tier works with."""
+
+from typing import Protocol
+
+import torch
+
+from sglang_lazy.cache.node import Node
+from sglang_lazy.cache.transfers import Ticket
+
+
+class HostCopy:
+    """A node's copy.
+
+    slots: of the host, int64 on the CPU.  readers: those that read it besides loads; it stays until there are none.
+    transfer: that which makes or reads it, None if none does.
+    """
+
+    __slots__ = ("readers", "slots", "transfer")
+
+    def __init__(self, slots: torch.Tensor, transfer: "Transfer | None" = None):
+        self.slots, self.transfer, self.readers = slots, transfer, 0
+
+
+class Transfer:
+    """Copies under way.  nodes: those copied, parents first.  ends: those locked until it has ended, and with them all
+    of `nodes`."""
+
+    __slots__ = ("ends", "loads", "nodes", "ticket")
+
+    def __init__(self, nodes: list[Node], ends: list[Node], ticket: Ticket, loads: bool):
+        self.nodes, self.ends, self.ticket, self.loads = nodes, ends, ticket, loads
+
+
+class Device(Protocol):
+    """The device's slots, which several trees may share."""
+
+    size: int
+
+    def available_size(self) -> int:
+        """The number of free slots."""
+
+    def evictable_size(self) -> int:
+        """The number of slots that eviction can free."""
+
+    def take(self, num_tokens: int) -> torch.Tensor:
+        """Evict so many slots, or all that can be. Returns those of the tree with the host tier, as `RadixTree.take`
+        does; others are freed."""
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        """Slots, int64, of those that are free. None if these are fewer."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Take back slots."""
+
+
+class HostWatcher:
+    """Is told what happens on the host; does nothing by itself."""
+
+    def stored(self, node: Node) -> None:
+        """`node` has got a copy, which may still be under way."""
+
+    def removed(self, node: Node) -> None:
+        """The copy of `node` is freed next."""
+
+    def copied(self, node: Node) -> None:
+        """The copy of `node` is complete."""
+
+    def gave_up(self, num_tokens: int) -> None:
+        """So many tokens' copies were given up while the device had them."""
