@@ -23,6 +23,8 @@ LAYERS, ROW = 2, 8
 class Slots:
     """A device's free slots, the lowest first."""
 
+    device = torch.device("cpu")
+
     def __init__(self, size: int):
         self.size, self._free = size, list(range(1, size + 1))
 

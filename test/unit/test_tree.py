@@ -16,7 +16,9 @@ NAMESPACES = [None, "tenant", Namespace("chunk", None, None), Namespace("text", 
 
 
 class Slots:
-    """An allocator that notices what is freed twice. With `window`, slots get window slots of a smaller pool."""
+    """An allocator that notices what is freed twice. With windows, slots get window slots of a smaller pool."""
+
+    device = torch.device("cpu")
 
     def __init__(self, size: int, num_windows: int = 0):
         self.size, self.left = size, set(range(size))

@@ -20,6 +20,7 @@ class Allocator(Protocol):
     """The device's slots, as SGLang's allocators hand them out."""
 
     size: int
+    device: torch.device
 
     def available_size(self) -> int: ...
 
@@ -110,7 +111,7 @@ class RadixTree:
         self.allocator, self.watcher, self.release_lock = allocator, watcher or Watcher(), release_lock
         self.parts: tuple[Part, ...] = ()
         self._order, self._clock = order, clock or itertools.count(1)
-        self._no_slots = torch.empty(0, dtype=torch.int64)
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)
         self.reset()
 
     def reset(self) -> None:
