@@ -39,6 +39,8 @@ def test_rows_are_copied(row_bytes, num_rows, to_host):
 
     on_device = source_rows.to(DEVICE), target_rows.to(DEVICE)
     copy_rows(addresses(sources), addresses(targets), *on_device, row_bytes=row_bytes, num_blocks=2)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
     assert all(torch.equal(target.cpu(), right) for target, right in zip(targets, expected, strict=True))
 

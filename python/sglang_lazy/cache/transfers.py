@@ -10,7 +10,7 @@ from sglang_lazy.cache.numbers import Numbers
 
 
 class Ticket:
-    """A copy under way. Keeps what it reads."""
+    """A copy under way. Keeps what it reads, so it must itself be kept until the copy has ended."""
 
     def __init__(self, event: Any, *kept: Any):
         self._event, self._kept = event, kept
