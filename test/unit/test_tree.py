@@ -229,7 +229,7 @@ def test_prefixes_are_read_as_far_as_their_window_kv_goes(seed):
     tree = RadixTree(slots, ORDERS["lru"])
     windows = Windows(tree, pool)
     tree.parts = (windows,)
-    for _ in range(600):
+    for _ in range(900):
         tokens, namespace = random_tokens(rng), rng.choice(NAMESPACES)
         act = rng.random()
         if act < 0.45:
@@ -310,14 +310,46 @@ def test_a_leaf_without_its_window_leaves_and_what_follows_cannot_be_read():
     found, node = tree.find(array("q", range(8)), chunk)
     near = tree.add(array("q", range(8)), chunk, torch.cat([found, slots.alloc(2, windows=True)]), 0, 6).node
     found, _ = tree.find(array("q", range(12)), chunk)
-    tree.add(array("q", range(12)), chunk, torch.cat([found, slots.alloc(4, windows=True)]), 0, 8)
-    beginning.window.last_use = -1  # least recently used
-    windows._heap = type(windows._heap)(lambda node: node.window.last_use)
-    for each in windows._unlocked:
-        windows._heap.push(each, windows._unlocked)
+    far = tree.add(array("q", range(12)), chunk, torch.cat([found, slots.alloc(4, windows=True)]), 0, 8).node
+    tree.use(far)  # so the window KV of the beginning is the least recently used
     windows.evict(1)
-    assert beginning in watcher.nodes and near in watcher.nodes
-    assert not tree.reads(near) and tree.reads(tree.end_of(array("q", range(12)), chunk))
+    assert beginning.window is None and near.window is not None
+    assert watcher.nodes == [beginning, near]
+    assert not tree.reads(near) and tree.reads(far)
+
+
+def test_window_kv_leaves_in_the_order_of_its_last_use():
+    """Of text, that of a window and a token is used; of a chunk, only what computed it has, until it is found."""
+    slots = Slots(40, num_windows=40)
+    tree = RadixTree(slots, ORDERS["lru"])
+    windows = Windows(tree, WindowPool(slots))
+    tree.parts = (windows,)
+    beginning = tree.add(array("q", range(4)), None, slots.alloc(4, windows=True), 0, 0).node
+    found, _ = tree.find(array("q", range(8)), None)
+    end = tree.add(array("q", range(8)), None, torch.cat([found, slots.alloc(4, windows=True)]), 0, 4).node
+    text = tree.add(array("q", range(10, 14)), None, slots.alloc(4, windows=True), 0, 0).node
+    chunks = [
+        tree.add(array("q", range(20 + i, 24 + i)), NAMESPACES[2], slots.alloc(4, windows=True), 0, 0).node
+        for i in range(2)
+    ]
+    tree.use(chunks[0])
+    tree.use(end)
+    left: list[Node] = []
+    while windows.num_evictable:
+        windows.evict(1)
+        left += [node for node in (beginning, end, text, *chunks) if node.window is None and node not in left]
+    assert left == [chunks[1], beginning, text, chunks[0], end]
+
+
+def test_window_kv_of_a_node_that_was_split_can_be_evicted():
+    slots = Slots(10, num_windows=10)
+    tree = RadixTree(slots, ORDERS["lru"])
+    windows = Windows(tree, WindowPool(slots))
+    tree.parts = (windows,)
+    tree.add(array("q", range(6)), None, slots.alloc(6, windows=True), 0, 0)
+    tree.end_of(array("q", range(2)), None)
+    windows.evict(6)
+    assert not slots.windows and windows.num_evictable == 0
 
 
 def test_references_to_nodes_of_a_tree_that_was_reset_say_that_they_are_gone():
