@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from fakes import streams
-from fakes.late_copies import LateCopies
+from fakes.late_copies import LateCopier
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.host_copy import HostWatcher
-from sglang_lazy.cache.host_memory import CpuCopies, HostMemory
+from sglang_lazy.cache.host_memory import CpuCopier, HostMemory
 from sglang_lazy.cache.node import ORDERS, Node
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.cache.tree import RadixTree
@@ -80,7 +80,7 @@ class Tree(RadixTree):
         super().__init__(Slots(size), ORDERS["lru"])
         self.layers = [[torch.zeros(size + 1, ROW, dtype=torch.uint8) for _ in "kv"] for _ in range(LAYERS)]
         self.memory = HostMemory(self.layers, host_size)
-        self.transfers = Transfers(self.memory, LateCopies(CpuCopies(self.memory), self.memory), streams)
+        self.transfers = Transfers(self.memory, LateCopier(CpuCopier(self.memory), self.memory), streams)
         self.events: list[tuple[str, Any]] = []
         device = Device(self)
         self.host = HostKV(
@@ -97,16 +97,9 @@ class Tree(RadixTree):
             left += node.children.values()
         return found
 
-    def path(self, node: Node) -> list[Node]:
-        path = []
-        while not node.is_root:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
     def kv(self, node: Node) -> list[list[bytes]]:
         """What the slots of `node` should hold, in every buffer."""
-        before = array("q", [token for each in self.path(node) for token in each.tokens])
+        before = array("q", [token for each in node.path() for token in each.tokens])
         starts = range(len(before) - len(node.tokens), len(before))
         return [
             [hashlib.sha256(before[: i + 1].tobytes() + bytes((layer, place))).digest()[:ROW] for i in starts]
@@ -135,7 +128,7 @@ class Tree(RadixTree):
         self.use(node, 0)
         self.allocator.free(slots[:num_present])
         start = len(ids)
-        for each in reversed(self.path(node)):
+        for each in reversed(node.path()):
             start -= len(each)
             if start >= num_present:
                 self.write(each)

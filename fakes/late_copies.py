@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from fakes.streams import current_stream
-from sglang_lazy.cache.host_memory import Copies, HostMemory, Piece
+from sglang_lazy.cache.host_memory import Copier, HostMemory, Piece
 
 POISON = 0x7F  # a NaN in both fp8 formats, and as two or four of these bytes a huge number
 
 
-class LateCopies:
+class LateCopier:
     """Queues the copies of `copies` on the current stream. Until they are done, their targets are poison."""
 
-    def __init__(self, copies: Copies, memory: HostMemory):
+    def __init__(self, copies: Copier, memory: HostMemory):
         self._copies, self._memory = copies, memory
 
     def plan(self, pieces: Sequence[Piece]) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from benchmark.serving.beside import NUM_TOKENS, Copy, beside, passes
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import SHAPES
 from sglang_lazy.cache import host_memory
-from sglang_lazy.cache.host_memory import GpuCopies, HostMemory, Piece
+from sglang_lazy.cache.host_memory import GpuCopier, HostMemory, Piece
 from sglang_lazy.cache.transfers import Ticket, Transfers
 
 POOL_TOKENS = 40_000
@@ -128,7 +128,7 @@ def main() -> None:
                     continue  # a command per row and token is of no use
                 host_memory.MIN_RUN_BYTES = min_run_bytes
                 host_memory.LOAD_BLOCKS = host_memory.BACK_UP_BLOCKS = blocks
-                copies = GpuCopies(memory)
+                copies = GpuCopier(memory)
                 transfers = Transfers(memory, copies)
                 check(memory, transfers, device, host, run)
                 whole = [Piece(host, device.cuda(), device)]

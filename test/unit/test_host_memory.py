@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fakes import streams
-from fakes.late_copies import LateCopies
+from fakes.late_copies import LateCopier
 from sgl_kernel_lazy import copy_engine
 from sglang_lazy.cache import host_memory
-from sglang_lazy.cache.host_memory import CpuCopies, GpuCopies, HostMemory, Piece
+from sglang_lazy.cache.host_memory import CpuCopier, GpuCopier, HostMemory, Piece
 from sglang_lazy.cache.transfers import Transfers
 
 kernels = importlib.import_module("sgl_kernel_lazy.triton.copy_rows")
@@ -72,7 +72,7 @@ def poison(layers):
 
 
 @pytest.mark.parametrize("parts", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("copies", [CpuCopies, GpuCopies])
+@pytest.mark.parametrize("copies", [CpuCopier, GpuCopier])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_copied_comes_back_to_other_slots(engine, parts, copies, seed):
     """Slots are ragged: runs of random lengths at random places, on both sides."""
@@ -106,7 +106,7 @@ def test_what_is_copied_comes_back_to_other_slots(engine, parts, copies, seed):
 def test_long_runs_go_to_the_copy_engine_and_the_rest_to_the_kernel(engine):
     gen = torch.Generator().manual_seed(4)
     memory = HostMemory(random_layers(SHAPES["keys and values"], gen), HOST_SLOTS)
-    kernel, rows = GpuCopies(memory), []
+    kernel, rows = GpuCopier(memory), []
     copy_rows = kernel._copy_rows
     kernel._copy_rows = lambda *args: rows.append((len(args[0]), len(args[2]), args[5])) or copy_rows(*args)
     host = torch.cat([torch.arange(10, 16), torch.tensor([3, 1]), torch.arange(30, 34), torch.tensor([50, 51, 52])])
@@ -124,7 +124,7 @@ def test_slots_that_the_cpu_does_not_know_go_to_the_kernel(engine):
     gen = torch.Generator().manual_seed(10)
     layers = random_layers(SHAPES["keys and values"], gen)
     memory = HostMemory(layers, HOST_SLOTS)
-    transfers = Transfers(memory, GpuCopies(memory), streams)
+    transfers = Transfers(memory, GpuCopier(memory), streams)
     slots = torch.randperm(8, generator=gen) * 5
     source, host = ((slots[:, None] + torch.arange(4)).flatten() for _ in range(2))
     pieces = [
@@ -144,7 +144,7 @@ def test_kernels_are_compiled_before_anybody_waits(engine, monkeypatch):
     sizes, copy_rows = [], kernels.copy_rows
     monkeypatch.setattr(kernels, "copy_rows", lambda *args: sizes.append(args[4]) or copy_rows(*args))
     gen = torch.Generator().manual_seed(11)
-    GpuCopies(HostMemory(random_layers(SHAPES["bytes and their scales"], gen), HOST_SLOTS))
+    GpuCopier(HostMemory(random_layers(SHAPES["bytes and their scales"], gen), HOST_SLOTS))
     assert sorted(sizes) == [8, 10] and not engine
 
 
@@ -165,7 +165,7 @@ def test_without_batched_copies_the_kernel_copies_everything(engine, monkeypatch
     layers = random_layers(SHAPES["latents"], gen)
     memory = HostMemory(layers, HOST_SLOTS)
     expected = as_bytes(layers, torch.arange(20))
-    transfers = Transfers(memory, GpuCopies(memory), streams)
+    transfers = Transfers(memory, GpuCopier(memory), streams)
     transfers.back_up(piece(torch.arange(20), torch.arange(20))).finish()
     poison(layers)
     transfers.load(piece(torch.arange(20), torch.arange(20))).finish()
@@ -173,11 +173,11 @@ def test_without_batched_copies_the_kernel_copies_everything(engine, monkeypatch
 
 
 def test_a_layer_is_read_only_once_it_has_come():
-    """`LateCopies` copies when something waits, and poisons targets until then."""
+    """`LateCopier` copies when something waits, and poisons targets until then."""
     gen = torch.Generator().manual_seed(6)
     layers = random_layers(SHAPES["keys and values"], gen)
     memory = HostMemory(layers, HOST_SLOTS)
-    transfers = Transfers(memory, LateCopies(CpuCopies(memory), memory), streams)
+    transfers = Transfers(memory, LateCopier(CpuCopier(memory), memory), streams)
     slots = torch.arange(8)
     expected = as_bytes(layers, slots)
     transfers.back_up(piece(slots, slots)).finish()
@@ -195,7 +195,7 @@ def test_a_layer_is_read_only_once_it_has_come():
 def test_a_ticket_tells_when_its_copy_has_ended():
     gen = torch.Generator().manual_seed(7)
     memory = HostMemory(random_layers(SHAPES["latents"], gen), HOST_SLOTS)
-    transfers = Transfers(memory, LateCopies(CpuCopies(memory), memory), streams)
+    transfers = Transfers(memory, LateCopier(CpuCopier(memory), memory), streams)
     first = transfers.back_up(piece(torch.arange(4), torch.arange(4)))
     second = transfers.back_up(piece(torch.arange(4, 9), torch.arange(4, 9)))
     asked = 0

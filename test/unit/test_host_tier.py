@@ -143,11 +143,11 @@ def test_nodes_split_while_they_are_copied():
     assert host_used(tree) == 0 and end.slots is not None, "the new nodes' copies can be given up, too"
 
 
-def test_text_after_chunks_is_not_copied():
+def test_text_is_not_copied():
     tree = Tree(40, 80)
     warm(tree, A, namespace=TEXT)
     warm(tree, [1, 2], namespace="leading text")
-    assert host_used(tree) == 2
+    assert host_used(tree) == 0
 
 
 def test_write_through_selective_copies_what_is_used_twice():

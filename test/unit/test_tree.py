@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sglang_lazy.cache.node import ORDERS, Node
-from sglang_lazy.cache.tree import RadixTree, Watcher
+from sglang_lazy.cache.parts import Part, Watcher
+from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.core.keys import Namespace
 
@@ -350,6 +351,27 @@ def test_window_kv_of_a_node_that_was_split_can_be_evicted():
     tree.end_of(array("q", range(2)), None)
     windows.evict(6)
     assert not slots.windows and windows.num_evictable == 0
+
+
+class EndsNowhereAt(Part):
+    """A part without which no prefix can end at a node."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+    def readable(self, node: Node, spread: int | None) -> Node:
+        return node.parent if node is self.node else node
+
+
+def test_a_prefix_ends_where_every_part_lets_it():
+    slots = Slots(10)
+    tree = RadixTree(slots, ORDERS["lru"])
+    tokens = array("q", range(6))
+    last = tree.add(tokens, None, slots.alloc(6), 0, 0).node
+    middle, first = tree.end_of(tokens[:4], None), tree.end_of(tokens[:2], None)
+    tree.parts = (EndsNowhereAt(middle), EndsNowhereAt(last))
+    assert tree.find(tokens, None)[1] is first
+    assert [tree.reads(node) for node in (first, middle, last)] == [True, False, False]
 
 
 def test_references_to_nodes_of_a_tree_that_was_reset_say_that_they_are_gone():

@@ -5,7 +5,7 @@ Nodes only on the host are below those on the device; none has a copy whose pare
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from sglang_lazy.cache.host_copy import Device, HostCopy, HostWatcher, Transfer
 from sglang_lazy.cache.host_memory import HostMemory, Piece
 from sglang_lazy.cache.node import Node, Order
 from sglang_lazy.cache.numbers import KnownSlots, joined
+from sglang_lazy.cache.parts import Part
 from sglang_lazy.cache.transfers import Ticket, Transfers
-from sglang_lazy.cache.tree import Part, RadixTree
-from sglang_lazy.core.keys import Namespace
+from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.core.keys import of_chunks
 
 
 class HostKV(Part):
@@ -66,7 +67,7 @@ class HostKV(Part):
         """Copy what the write policy wants of `nodes` and their ancestors, and what is about to leave the device, in
         one go. Passes launched so far compute the KV of all these.
 
-        Text after chunks is not copied: a linked request finds it only on the device.
+        Text is not copied: a linked request finds it only on the device.
         """
         copied: dict[Node, HostCopy] = {}
         for node in itertools.chain(filter(self._copies.wanted, nodes), self._copies.to_copy()):
@@ -89,8 +90,7 @@ class HostKV(Part):
             self._watcher.stored(node)
 
     def _worth_a_copy(self, node: Node) -> bool:
-        is_text = isinstance(node.namespace, Namespace) and node.namespace.kind == "text"
-        return not is_text and node.hits >= self._min_hits
+        return of_chunks(node.namespace) and node.hits >= self._min_hits
 
     def _room_below(self, parent: Node, num_tokens: int) -> torch.Tensor | None:
         """Slots of the host for a child; making room does not take its parent's copy."""
@@ -310,11 +310,11 @@ class HostKV(Part):
 
     def slots_to(self, node: Node) -> torch.Tensor:
         """The host's slots from the root to the end of `node`, which has a copy."""
-        return torch.cat([each.host.slots for each in self._path(node)])
+        return torch.cat([each.host.slots for each in node.path()])
 
     def is_complete(self, node: Node) -> bool:
         """Whether `node` and all before it have copies that need no copying any more."""
-        return all(each.host is not None and not self._being_made(each) for each in self._path(node))
+        return all(each.host is not None and not self._being_made(each) for each in node.path())
 
     def _being_made(self, node: Node) -> bool:
         return node.host.transfer is not None and not node.host.transfer.loads
@@ -346,10 +346,3 @@ class HostKV(Part):
         self._offer(leaf)
         self._watcher.stored(leaf)
         return leaf
-
-    def _path(self, node: Node) -> Iterator[Node]:
-        path = []
-        while not node.is_root:
-            path.append(node)
-            node = node.parent
-        return reversed(path)

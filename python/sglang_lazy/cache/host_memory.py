@@ -23,7 +23,8 @@ LOAD_BLOCKS, BACK_UP_BLOCKS = 4, 1
 """Thread blocks that copy scattered slots. Each occupies an SM that concurrent passes could use. Requests wait for
 loads; only eviction may wait for copies to the host."""
 MIN_RUN_BYTES = 1 << 15
-"""Of a buffer: shorter runs are copied with the scattered slots, since a copy engine takes a while to begin."""
+"""Of a buffer: shorter runs are copied with the scattered slots, since a copy engine takes a while to begin. Like the
+numbers of blocks, a guess until `benchmark.serving.tier_copies` has run on a GPU."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -101,7 +102,7 @@ class Piece(NamedTuple):
     known: torch.Tensor | None
 
 
-class Copies(Protocol):
+class Copier(Protocol):
     """Copies between a `HostMemory` and its device, on the current stream."""
 
     def plan(self, pieces: Sequence[Piece]) -> Any:
@@ -114,7 +115,7 @@ class Copies(Protocol):
         """Copy all layers to the host."""
 
 
-class CpuCopies:
+class CpuCopier:
     """For a CPU as the device."""
 
     def __init__(self, memory: HostMemory):
@@ -166,7 +167,7 @@ class _Buffers(NamedTuple):
     tables: tuple[torch.Tensor, torch.Tensor]
 
 
-class GpuCopies:
+class GpuCopier:
     """For a GPU: runs by its copy engines, which hold no SMs, other slots by a kernel of few thread blocks."""
 
     def __init__(self, memory: HostMemory):

@@ -61,6 +61,15 @@ class Node:
     def is_root(self) -> bool:
         return self.parent is self
 
+    def path(self) -> "list[Node]":
+        """The nodes from below the root to this one."""
+        path: list[Node] = []
+        node = self
+        while not node.is_root:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
     def key_of(self, namespace: Any, token: int) -> Any:
         """The key of the child that begins with `token`: namespaces part at the root."""
         return (namespace, token) if self.is_root else token

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sglang_lazy.cache.host_memory import Copies, CpuCopies, GpuCopies, HostMemory, Piece
+from sglang_lazy.cache.host_memory import Copier, CpuCopier, GpuCopier, HostMemory, Piece
 from sglang_lazy.cache.numbers import Numbers
 
 
@@ -36,9 +36,9 @@ class Transfers:
 
     forward_stream: Any = None
 
-    def __init__(self, memory: HostMemory, copies: Copies | None = None, streams: Any = None):
+    def __init__(self, memory: HostMemory, copies: Copier | None = None, streams: Any = None):
         on_gpu = memory.device.type == "cuda"
-        self._copies: Copies = copies or (GpuCopies(memory) if on_gpu else CpuCopies(memory))
+        self._copies: Copier = copies or (GpuCopier(memory) if on_gpu else CpuCopier(memory))
         self._streams = streams or torch.get_device_module(memory.device)
         self._load_stream, self._back_up_stream = self._streams.Stream(), self._streams.Stream()
         self._loaded = [self._streams.Event() for _ in range(memory.num_layers)]

@@ -14,6 +14,7 @@ import torch
 
 from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.node import Node, Order
+from sglang_lazy.cache.parts import Part, Watcher
 
 
 class Allocator(Protocol):
@@ -25,54 +26,6 @@ class Allocator(Protocol):
     def available_size(self) -> int: ...
 
     def free(self, slots: torch.Tensor) -> None: ...
-
-
-class Part:
-    """What nodes hold beside slots on the device; this one holds nothing. The tree calls it, and nobody else."""
-
-    def split(self, above: Node, node: Node) -> None:
-        """`above`, new, has taken the beginning of `node`: tokens, slots, locks, and place in the tree."""
-
-    def added(self, end: Node, slots: torch.Tensor, num_present: int, start: int) -> torch.Tensor:
-        """Tokens were added up to `end`, as in `RadixTree.add`; returns the slots lent."""
-        return slots[:0]
-
-    def used(self, node: Node, spread: int) -> None:
-        """Everything up to `node` was used at the time of its `last_use`."""
-
-    def readable(self, node: Node, spread: int | None) -> Node:
-        """The last node up to `node` at which a prefix can be read; see `RadixTree.lock` for `spread`, None for all."""
-        return node
-
-    def lock(self, node: Node, spread: int) -> None:
-        """Keep what reading up to `node` takes."""
-
-    def unlock(self, node: Node, spread: int) -> None:
-        """Undo one `lock`."""
-
-    def left_device(self, node: Node) -> bool:
-        """`node` loses its slots next. Returns whether it stays in the tree all the same."""
-        return False
-
-    def holds(self, node: Node) -> bool:
-        """Whether `node` must stay in the tree, locked or not."""
-        return False
-
-    def left_tree(self, node: Node) -> None:
-        """`node`, which is on no device, leaves the tree."""
-
-    def reset(self) -> None:
-        """The tree has forgotten all nodes."""
-
-
-class Watcher:
-    """Is told what leaves; does nothing by itself."""
-
-    def evicted(self, node: Node) -> None:
-        """`node` has left the device."""
-
-    def gone(self, node: Node) -> None:
-        """`node` has left the tree, or can be read no more."""
 
 
 class Added(NamedTuple):
@@ -139,8 +92,9 @@ class RadixTree:
         node, _ = self._descend(tokens, namespace)
         while node.slots is None:
             node = node.parent
-        for part in self.parts:
-            node = part.readable(node, None if complete else 0)
+        spread = None if complete else 0
+        while (earlier := self._readable(node, spread)) is not node:
+            node = earlier
         self.use(node)
         return torch.cat(self.slots_to(node)) if not node.is_root else self._no_slots, node
 
@@ -148,29 +102,31 @@ class RadixTree:
         """The node where `tokens` end, in any tier; split off if need be. None unless all are cached."""
         node, start, end = self.root, 0, len(tokens)
         while start < end:
-            node = node.children.get(node.key_of(namespace, tokens[start]))  # type: ignore[assignment]
-            if node is None:
+            child = node.children.get(node.key_of(namespace, tokens[start]))
+            if child is None:
                 return None
-            count = min(len(node), end - start)
+            stop = min(start + len(child), end)
+            count = stop - start
             # Compare the last token first: different texts mostly differ there, which saves fetching the others.
-            if node.tokens[count - 1] != tokens[start + count - 1] or node.tokens[:count] != tokens[start:][:count]:
+            if child.tokens[count - 1] != tokens[stop - 1] or child.tokens[:count] != tokens[start:stop]:
                 return None
-            if count < len(node):
-                return self.split(node, count)
-            start += count
+            node = child if count == len(child) else self.split(child, count)
+            start = stop
         return node
 
     def reads(self, node: Node, spread: int = 0) -> bool:
         """Whether a prefix can be read up to `node`, once it is on the device; see `lock` for `spread`."""
-        return all(part.readable(node, spread) is node for part in self.parts)
+        return self._readable(node, spread) is node
+
+    def _readable(self, node: Node, spread: int | None) -> Node:
+        """Where all parts together have a prefix end, up to `node`; some may need it to end earlier still."""
+        for part in self.parts:
+            node = part.readable(node, spread)
+        return node
 
     def slots_to(self, node: Node) -> list[torch.Tensor]:
         """The slots from the root to the end of `node`, which is on the device, in pieces; int64."""
-        pieces = []
-        while not node.is_root:
-            pieces.append(node.slots)
-            node = node.parent
-        return pieces[::-1]
+        return [each.slots for each in node.path()]
 
     # Adding
 
@@ -358,14 +314,14 @@ class RadixTree:
     def _leave(self, leaf: Node) -> torch.Tensor:
         """Take a leaf off the device; returns its slots."""
         self._leaves.discard(leaf)
-        stays = any([part.left_device(leaf) for part in self.parts])
+        stays = [part.left_device(leaf) for part in self.parts]  # all of them are told
         slots, leaf.slots = leaf.slots, None
         assert slots is not None
         self.num_evictable -= len(leaf)
         leaf.parent.num_below -= 1
         self._offer(leaf.parent)
         self.watcher.evicted(leaf)
-        if not stays:
+        if not any(stays):
             self.drop(leaf)
         return slots
 

@@ -11,7 +11,8 @@ import torch
 
 from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.node import Node
-from sglang_lazy.cache.tree import Part, RadixTree
+from sglang_lazy.cache.parts import Part
+from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.core.keys import of_chunks
 
 

@@ -81,3 +81,15 @@ def test_distinct_requests_do_not_fill_memory(server):
         print(number, {name: round(value, 1) for name, value in measured[-1].items()})
     for name, before in measured[0].items():
         assert measured[-1][name] - before < LIMITED, (name, measured)
+
+
+def test_long_salts_are_refused_and_leave_nothing(server):
+    processes = server_processes(server)
+    before = held(server, processes)
+    for number in range(40):
+        prompt = [{"type": "chunk", "text": f"Fact {number}."}, "Why?"]
+        body = {"segments": prompt, "cache_salt": f"{number:07}" * 150_000}
+        assert requests.post(f"{server}/generate", json=body, timeout=120).status_code == 400
+    after = held(server, processes)
+    for name, mebibytes in before.items():
+        assert after[name] - mebibytes < 20, (name, before, after)
