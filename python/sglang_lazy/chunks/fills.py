@@ -43,7 +43,7 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
     If the tree has slots for the same tokens already, as of a chunk with the same beginning, the fill keeps its own in
     `duplicates`, since its batch writes to them.
     """
-    slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
+    slots = torch.cat([rows.read(req, 0, req.prefix_len), slots]) if req.prefix_len else slots
     nodes_by_key, duplicates, lent, ends = {}, [rows.no_slots], [], []
     priority = req.priority or 0
     for part, part_slots, cached in zip(fill.parts, fill.row.split(slots), fill.row.cached, strict=True):
@@ -56,21 +56,17 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
         lent.append(inserted.lent)
         ends.append(inserted.node)
     nodes = RowNodes(ChunkNodes([], []), ends, fill.row.num_computed)
-    rows.lock(nodes)
-    rows.unlock(req.last_node)
-    req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
+    rows.move_lock(req, nodes)
+    req.kv.cache_protected_len = len(req.origin_input_ids)
     fill.published, fill.duplicates, fill.lent = True, torch.cat(duplicates), torch.cat(lent)
     rows.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(fill.row.cached)
     return nodes_by_key
 
 
-def end(rows: RowCache, req: Any, fill: Fill, row_len: int) -> None:
-    """Release the row of a fill that ends or is retracted, and free the slots that the tree does not own."""
+def end(rows: RowCache, req: Any, fill: Fill) -> None:
+    """Free the duplicate slots of a fill that ends or is retracted; SGLang releases its row."""
     if fill.published:
         rows.tree.take_lent(fill.lent)
         rows.free(fill.duplicates)
         rows.tree.back_up(req.last_node.spans)
         rows.store.counts.fill_seconds.observe(time.perf_counter() - fill.began)
-    else:
-        rows.free(rows.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
-    rows.unlock(req.last_node)

@@ -66,9 +66,9 @@ class Pins:
         for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so lock the resident ones first
             if node.evicted and not self.tree.load([node]):
                 for other in locked:
-                    self.tree.unlock(other)
+                    self.tree.let_go(other)
                 raise Refusal("pin_room", "the device has no room for it now")
-            self.tree.lock(node)
+            self.tree.hold(node)
             locked.append(node)
         for chunk in chunks:
             if chunk.pin is None:
@@ -107,7 +107,7 @@ class Pins:
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
             self.num_tokens -= Counter({chunk.tenant: chunk.num_tokens})  # drops tenants without pins
-            self.tree.unlock(chunk.node)
+            self.tree.let_go(chunk.node)
 
     def expire(self, now: float) -> float | None:
         """End the pins that have expired; returns in how many seconds the next one may expire, None if none will.

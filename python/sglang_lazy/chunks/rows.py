@@ -1,5 +1,6 @@
 """Rows of linked requests: laid out over cached KV, and published to the tree when computed."""
 
+import dataclasses
 import itertools
 import time
 from array import array
@@ -45,11 +46,11 @@ class RowCache:
 
     def read(self, req: Any, start: int, end: int) -> torch.Tensor:
         """Copy slots [start, end) of a request's row, int64."""
-        return self.pool.req_to_token[req.req_pool_idx, start:end].to(torch.int64, copy=True)
+        return self.pool.req_to_token[req.kv.req_pool_idx, start:end].to(torch.int64, copy=True)
 
     def write(self, req: Any, start: int, slots: torch.Tensor) -> None:
         """Write `slots` into a request's row from `start` on."""
-        self.pool.write((req.req_pool_idx, slice(start, start + len(slots))), slots)
+        self.pool.write((req.kv.req_pool_idx, slice(start, start + len(slots))), slots)
 
     def free(self, slots: torch.Tensor) -> None:
         """Return slots that no node owns to the pool."""
@@ -68,12 +69,12 @@ class RowCache:
     def lock(self, row: RowNodes) -> int:
         """Lock all that a row depends on; returns the change in evictable tokens of the pool that text is in."""
         row.num_locks += 1
-        return 0 if row.num_locks > 1 else self._text_change(self.store.lock_chunks, self.tree.lock, row)
+        return 0 if row.num_locks > 1 else self._text_change(self.store.lock_chunks, self.tree.hold, row)
 
     def unlock(self, row: RowNodes) -> int:
         """Release one lock on a row; returns the same."""
         row.num_locks -= 1
-        return 0 if row.num_locks > 0 else self._text_change(self.store.unlock_chunks, self.tree.unlock, row)
+        return 0 if row.num_locks > 0 else self._text_change(self.store.unlock_chunks, self.tree.let_go, row)
 
     def _text_change(
         self, of_chunks: Callable[[ChunkNodes], int], of_span: Callable[[Node, int], int], row: RowNodes
@@ -215,23 +216,18 @@ class RowCache:
                 kept = self.tree.find(tokens, namespace)[0][published:num_present]
                 self.write(req, computed_start + published - cached, kept)
             row.published[i] = count
-            self.tree.lock(node)
-            self.tree.unlock(nodes.spans[i])
+            self.tree.hold(node)
+            self.tree.let_go(nodes.spans[i])
             nodes.spans[i] = node
         if not chunked:
             self.store.tree.back_up(nodes.chunks.nodes)
 
-    def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
-        """Release the row of a linked request that ends or is retracted.
-
-        insert: whether to publish its text first; otherwise slots that the tree does not own are freed.
-        """
-        if insert and not state.recomputes:
-            self.publish(req, row_len, chunked=False)
-        else:
-            self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
-        self.unlock(req.last_node)
-        state.policy.end(req, self)
+    def move_lock(self, req: Any, nodes: RowNodes) -> None:
+        """Replace the nodes that SGLang has locked for a request."""
+        self.lock(nodes)
+        self.unlock(req.lock.node)
+        req.lock = dataclasses.replace(req.lock, node=nodes)
+        req.last_node = nodes
 
 
 def _tokens(req: Any, positions: np.ndarray) -> array:

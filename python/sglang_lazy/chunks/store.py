@@ -193,20 +193,20 @@ class ChunkStore:
         chunks.num_locks += 1
         if chunks.num_locks > 1:
             return 0
-        return sum(self.tree.lock(*found) for found in chunks.found)
+        return sum(self.tree.hold(*found) for found in chunks.found)
 
     def unlock_chunks(self, chunks: ChunkNodes) -> int:
         """Release one holder's lock; returns the same."""
         chunks.num_locks -= 1
         if chunks.num_locks > 0:
             return 0
-        return sum(self.tree.unlock(*found) for found in chunks.found)
+        return sum(self.tree.let_go(*found) for found in chunks.found)
 
     def enter(self, chunks: ChunkNodes, i: int, node: Node) -> None:
         """Set the node of slice `i`, which was missing, and lock it for whoever holds the others."""
         chunks.nodes[i] = node
         if chunks.num_locks:
-            self.tree.lock(node, chunks.spreads[i])
+            self.tree.hold(node, chunks.spreads[i])
 
     def enter_cached(self, chunks: ChunkNodes, nodes: Sequence[Node | None]) -> list[int]:
         """Enter the missing slices that are cached; returns the indices of those that are loaded from the host.

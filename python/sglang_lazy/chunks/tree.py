@@ -137,10 +137,10 @@ class Tree(Protocol):
         priority: of the request that uses it; None for a lookup, which makes KV recent but is not a hit.
         """
 
-    def lock(self, node: Node, spread: int = 0) -> int:
+    def hold(self, node: Node, spread: int = 0) -> int:
         """Lock a readable node for one more holder; returns the change in the number of evictable tokens."""
 
-    def unlock(self, node: Node, spread: int = 0) -> int:
+    def let_go(self, node: Node, spread: int = 0) -> int:
         """Release one holder's lock; returns the same."""
 
     def remove(self, leaf: Node) -> torch.Tensor:

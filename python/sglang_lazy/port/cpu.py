@@ -20,7 +20,7 @@ def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
 
     SGLang's default attention backend needs kernels that only some CPUs have; its LoRA and grammar backends need a GPU.
     """
-    if args.device != "cpu":
+    if args.device != "cpu" or getattr(args, "_resolution_finished", False):
         return
     unset = {name: value for name, value in CPU_SETTINGS.items() if getattr(args, name) is None}
     if (args.enable_lora or args.lora_paths) and args.lora_backend == "csgmv":  # SGLang's default
@@ -69,7 +69,6 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 HOOKS = (
-    Hook("sglang.srt.server_args.ServerArgs.__post_init__", choose_backends, "BEFORE"),
-    Hook("sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", replace_triton, "BEFORE"),
+    Hook("sglang.srt.server_args.ServerArgs.resolve_once", choose_backends, "BEFORE"),
     *(Hook(f"{_LORA}.{method}", without_pinning, "AROUND") for method in ("__init__", "prepare_lora_batch")),
 )

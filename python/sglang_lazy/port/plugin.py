@@ -12,7 +12,7 @@ from typing import Any
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import Hook, apply, missing
 
-SGLANG_VERSION = "0.5.17"
+SGLANG_VERSION = "0.5.23"
 CACHE_BACKEND = "lazy"
 
 _hooks: tuple[Hook, ...] = ()
@@ -50,7 +50,6 @@ def install() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
@@ -103,7 +102,6 @@ def install() -> None:
         model_runner,
         logprobs,
         probing,
-        host_pool,
         surfaces,
         malformed,
         tenants,
@@ -160,7 +158,7 @@ def provide_rotary_import() -> None:
 
 def choose_cache(args: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ServerArgs.__post_init__`: make ours the default cache."""
-    if args.radix_cache_backend is None:
+    if not getattr(args, "_resolution_finished", False) and args.radix_cache_backend is None:
         args.radix_cache_backend = CACHE_BACKEND
 
 
@@ -180,4 +178,4 @@ def create_cache(context: Any) -> Any:
     raise RuntimeError("sglang-lazy: the attention backend was created before the plugin was installed")
 
 
-HOOKS = (Hook("sglang.srt.server_args.ServerArgs.__post_init__", choose_cache, "BEFORE"),)
+HOOKS = (Hook("sglang.srt.server_args.ServerArgs.resolve_once", choose_cache, "BEFORE"),)

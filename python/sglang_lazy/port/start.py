@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig

@@ -52,7 +52,7 @@ class Budget:
     def num_left(self) -> int:
         """How many tokens of the request in chunked prefill have no slots yet."""
         req = self.scheduler.chunked_req
-        return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_range.end
+        return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_end
 
     def growth(self, req: Any) -> int:
         """How many tokens to reserve for the rest of the answer to `req`."""

@@ -126,7 +126,7 @@ def max_fill_tokens(scheduler: Any) -> int:
 
 def is_launched(req: Any) -> bool:
     """Whether a batch has taken a fill's request."""
-    return req.req_pool_idx is not None
+    return req.kv.holds_kv
 
 
 def shares(chunks: Iterable[ChunkSlice], max_tokens: int) -> Iterator[list[ChunkSlice]]:

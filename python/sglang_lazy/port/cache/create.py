@@ -4,11 +4,7 @@ import types
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.cache.connect import connect_storage
-from sglang_lazy.port.cache.cross import TextHiRadixCache, TextRadixCache
-from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
-from sglang_lazy.port.cache.storage import StoredHiRadixCache
 from sglang_lazy.port.model.comb import chunk_pool_of
 
 
@@ -17,7 +13,8 @@ def new_cache(context: Any, runner: Any) -> LazyRadixCache:
     params, args, pool = context.params, context.server_args, chunk_pool_of(runner)
     if not context.enable_hierarchical_cache:
         if pool is None:
-            return LazyHybridCache(params) if context.is_hybrid_swa else LazyRadixCache(params)
+            assert not context.is_hybrid_swa
+            return LazyRadixCache(params)
         return TextRadixCache(params, chunks=LazyRadixCache(pool.tree_params(params)))
     if pool is None:
         cache = chunks = StoredHiRadixCache(params, _tier_flags(args, 1.0))

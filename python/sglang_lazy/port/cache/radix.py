@@ -32,12 +32,13 @@ from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
-from sglang_lazy.port.cache.kv_events import ChunkEvents
 from sglang_lazy.port.cache.one_pool import OnePool
 from sglang_lazy.port.model.images import order_images
 
+TreeNode.backuped, TreeNode.host_ref_counter = False, 0  # nodes have no copy on the host
 
-class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
+
+class LazyRadixCache(OnePool, RadixCache):
     """SGLang's radix cache, whose nodes many rows may share at any position.
 
     SGLang's own code serves plain requests. Requests with chunks, and fills, go through `rows` and `store`, for which
@@ -80,9 +81,9 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     def find(self, tokens: array, namespace: Any, complete: bool = False) -> tuple[torch.Tensor, TreeNode]:
         key = RadixKey(tokens, namespace)
         if not tokens or key.child_key() not in self.root_node.children:  # most chunks begin like no other
-            return self._empty_match_result.device_indices, self.root_node
+            return self._empty_device_indices, self.root_node
         found = self._match(MatchPrefixParams(key))
-        return found.device_indices, found.last_device_node
+        return self.path_device_indices(found.last_device_node), found.last_device_node
 
     def end_of(self, tokens: array, namespace: Any) -> TreeNode | None:
         node, start, end = self.root_node, 0, len(tokens)
@@ -110,8 +111,8 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         chunked: bool = False,
     ) -> Inserted:
         key = RadixKey(tokens, namespace)
-        inserted = self.insert(InsertParams(key=key, value=slots, priority=priority, chunked=chunked))
-        return Inserted(inserted.prefix_len, inserted.last_device_node, self._empty_match_result.device_indices)
+        inserted = self.insert(InsertParams(key=key, value=slots, priority=priority, inserted_len=len(tokens)))
+        return Inserted(inserted.prefix_len, inserted.last_device_node, self._empty_device_indices)
 
     def slots_to(self, node: TreeNode) -> list[torch.Tensor]:
         pieces = []
@@ -129,10 +130,10 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
                 node.priority = max(node.priority, priority)
             node = node.parent
 
-    def lock(self, node: TreeNode, spread: int = 0) -> int:
+    def hold(self, node: TreeNode, spread: int = 0) -> int:
         return self._add_locks(node, 1)
 
-    def unlock(self, node: TreeNode, spread: int = 0) -> int:
+    def let_go(self, node: TreeNode, spread: int = 0) -> int:
         return self._add_locks(node, -1)
 
     def _add_locks(self, node: TreeNode, change: int) -> int:
@@ -156,7 +157,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
         self._delete_leaf(leaf)
-        self._record_remove_event(leaf)
+        self.kv_events.record_remove(leaf)
         leaf.value = None  # marks it as `evicted` for holders of references
         return slots
 
@@ -209,7 +210,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         slots, on_host, longest = self.rows.rank(req, state, self.admission.cached(state))
         # A queue that is sorted by the tree of text must not lose requests with nodes of another tree.
         node = self.root_node if longest is None or self.store.tree is not self else longest
-        return MatchResult(slots, node, node, node, host_hit_length=on_host)
+        return MatchResult(len(slots), node, node, node, host_hit_length=on_host)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
@@ -224,35 +225,35 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
             slots, nodes = fills.match(self.rows, req, fill)
         else:
             return self._match(params)
-        return MatchResult(device_indices=slots, last_device_node=nodes, last_host_node=nodes, best_match_node=nodes)
+        nodes.slots = slots
+        return MatchResult(len(slots), last_device_node=nodes, last_host_node=nodes, best_match_node=nodes)
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        node = req.last_node
+        return node.slots[: req.prefix_len] if isinstance(node, RowNodes) else super().prefix_device_indices(req)
+
+    def checkpoint(self, req: Any, *, up_to: int) -> None:
         state = linked(req)
         if state is None and fill_of(req) is None:
-            return super().cache_unfinished_req(req, chunked=chunked)
-        row_len = req.extend_range.end
+            return super().checkpoint(req, up_to=up_to)
         if state is not None and not state.recomputes:
-            self.rows.publish(req, row_len, chunked)
-            req.cache_protected_len = row_len
-        if chunked:  # its prefill continues from here
-            req.prefix_indices = self.rows.read(req, 0, row_len)
+            self.rows.publish(req, up_to, chunked=req.inflight_middle_chunks > 0)
+            req.kv.cache_protected_len = up_to
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
         if (state := linked(req)) is not None:
-            self.rows.end(req, state, kv_len_to_handle, insert=is_insert and not self.disable_finished_insert)
+            state.policy.end(req, self.rows)
             if state.probe is not None:
-                self.admission.end(req, done=is_insert)
+                self.admission.end(req, done=checkpointed)
         elif (fill := fill_of(req)) is not None:
-            fills.end(self.rows, req, fill, kv_len_to_handle)
+            fills.end(self.rows, req, fill)
             self.admission.end(req, done=fill.published)
-        else:
-            super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def inc_lock_ref(self, node: TreeNode | RowNodes) -> IncLockRefResult:
-        return IncLockRefResult(delta=self.rows.lock(node) if isinstance(node, RowNodes) else self.lock(node))
+        return IncLockRefResult(delta=self.rows.lock(node) if isinstance(node, RowNodes) else self.hold(node))
 
     def dec_lock_ref(self, node: TreeNode | RowNodes, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        return DecLockRefResult(delta=self.rows.unlock(node) if isinstance(node, RowNodes) else self.unlock(node))
+        return DecLockRefResult(delta=self.rows.unlock(node) if isinstance(node, RowNodes) else self.let_go(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()

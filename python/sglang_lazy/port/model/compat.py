@@ -7,6 +7,7 @@ KV of every token has a slot that kernels can read, and if a row of `req_to_toke
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -83,6 +84,8 @@ class Unfit(ValueError):
 
 def unfit_flags(args: ServerArgs) -> list[str]:
     """Reasons in the server's flags, found before the model is loaded."""
+    args.resolve_once()
+    args = resolved_view(args)
     wanted = {
         f"page size {args.page_size}: chunks of any length pack without padding only at --page-size 1": (
             args.page_size not in (None, 1)
@@ -91,7 +94,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "speculative decoding: draft tokens have no linked attention": args.speculative_algorithm is not None,
         "prefill-decode disaggregation: linked rows are not transferred": args.disaggregation_mode != "null",
         "pipeline parallelism: fills are published by the rank that launches them": args.pp_size > 1,
-        "data-parallel attention: ranks would have to agree on fills": args.enable_dp_attention,
+        "data-parallel attention: ranks would have to agree on fills": args.attn_dp_size > 1,
         "context parallelism (--attn-cp-size, --enable-prefill-cp, --dcp-size): no rank has a row's tokens and KV": (
             args.attn_cp_size > 1 or args.enable_prefill_cp or args.dcp_size > 1
         ),
@@ -156,7 +159,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     """
     config, args = runner.model_config, runner.server_args
     reasons = []
-    backends = {args.attention_backend, *args.get_attention_backends()}
+    args = resolved_view(args)
+    backends = {args.attention_backend, *attention_backends_of(args)}
     if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
         known = ", ".join(ATTENTION_BACKENDS)
         reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")

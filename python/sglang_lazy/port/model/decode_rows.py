@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
+from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
 
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -226,14 +227,14 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
 
 
 def capture_one_shape(
-    original: Callable, graph_runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
+    original: Callable, graph_runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None, *more: Any
 ) -> None:
     """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape again for linked rows."""
-    original(graph_runner, size, forward, stream_idx, variant_label)
+    original(graph_runner, size, forward, stream_idx, variant_label, *more)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     if table is not None:
         with table.running(table.batch_type()):
-            original(graph_runner, size, forward, stream_idx, link_variant(variant_label))
+            original(graph_runner, size, forward, stream_idx, link_variant(variant_label), *more)
 
 
 def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -> Any:
@@ -261,7 +262,7 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
 def layer_time(runner: Any, num_tokens: int) -> float:
     """A lower bound of the device time for one layer of this model, in milliseconds; see `cost.layer_time`."""
     on_gpu = torch.device(runner.device).type == "cuda"
-    return cost.layer_time(num_tokens, runner.model_config.hidden_size, runner.ps.tp_size, on_gpu)
+    return cost.layer_time(num_tokens, runner.model_config.hidden_size, get_parallel().tp_size, on_gpu)
 
 
 _RUNNERS = "sglang.srt.model_executor.runner"

@@ -1,5 +1,6 @@
 """The forward passes of probes, and the measurements taken in them."""
 
+from sglang.srt.runtime_context import get_parallel
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,7 +47,7 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
 
 
 def _all_reduce(runner: Any) -> AllReduce:
-    return get_tp_group().all_reduce if runner.ps.tp_size > 1 else lambda tensor: tensor
+    return get_tp_group().all_reduce if get_parallel().tp_size > 1 else lambda tensor: tensor
 
 
 def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:

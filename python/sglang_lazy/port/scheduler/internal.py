@@ -14,7 +14,7 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     last piece is under way."""
     was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
     if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
-        last_batch.filter_batch(chunked_req_to_exclude=internal)
+        last_batch.filter_batch(reqs_to_exclude=internal)
         running_batch.batch_is_full = False
     if (admission := admission_of(scheduler)) is not None:
         if admission.is_abandoned(scheduler.chunked_req):

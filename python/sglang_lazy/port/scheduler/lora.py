@@ -10,7 +10,7 @@ from sglang_lazy.port.scheduler.steps import admission_of
 
 
 def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters: set[str | None]) -> bool:
-    """Around `Scheduler._can_schedule_lora_req`: if a fill is left out of a batch, leave out its parents, too.
+    """Around `Scheduler.can_schedule_lora_req`: if a fill is left out of a batch, leave out its parents, too.
 
     SGLang continues with the next request, and an adapter that is being loaded may be ready when it reaches the parent.
     """
@@ -44,6 +44,6 @@ def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    Hook(f"{_SCHEDULER}._can_schedule_lora_req", can_schedule, "AROUND"),
+    Hook(f"{_SCHEDULER}.can_schedule_lora_req", can_schedule, "AROUND"),
     Hook(f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "AROUND"),
 )

@@ -9,14 +9,16 @@ from sglang_lazy.core.state import is_internal, linked, stand_in
 from sglang_lazy.port.hooks import Hook
 
 
-def calc_priority(original: Callable, policy: Any, waiting_queue: list[Any], running_batch: Any = None) -> None:
+def calc_priority(
+    original: Callable, policy: Any, waiting_queue: list[Any], running_batch: Any = None, **kwargs: Any
+) -> None:
     """Around `SchedulePolicy.calc_priority`, which sorts the queue before a batch is formed: leave only requests that
     can run, with fills before their parents."""
     admission = getattr(policy.tree_cache, "admission", None)
     if admission is None:
-        return original(policy, waiting_queue, running_batch)
+        return original(policy, waiting_queue, running_batch, **kwargs)
     with policy.tree_cache.ranking():
-        original(policy, waiting_queue, running_batch)
+        original(policy, waiting_queue, running_batch, **kwargs)
     admission.show(waiting_queue, running_batch)
 
 

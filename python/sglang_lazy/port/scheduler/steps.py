@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
@@ -50,7 +51,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         )
         chunks: Any = scheduler.tree_cache.store.tree
         chunks.forward_stream = scheduler.tree_cache.forward_stream = scheduler.forward_stream
-        scheduler.tree_cache.admission.control.dp_rank = scheduler.ps.dp_rank or 0
+        scheduler.tree_cache.admission.control.dp_rank = get_parallel().dp_rank or 0
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
@@ -177,10 +178,10 @@ def _refuse_chunks(req: Req) -> None:
         req.set_finish_with_abort(str(error))
 
 
-def prefetch_kvcache(original: Callable, scheduler: Any, req: Req) -> None:
+def prefetch_kvcache(original: Callable, scheduler: Any, req: Req, *args: Any, **kwargs: Any) -> None:
     """Around `Scheduler._prefetch_kvcache`: skip it, since storage has only chunks, which are fetched on arrival."""
     if admission_of(scheduler) is None:
-        original(scheduler, req)
+        original(scheduler, req, *args, **kwargs)
 
 
 def get_new_batch_prefill_raw(
@@ -220,21 +221,23 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
     batch.tree_cache.admission.put_back()
     batch.tree_cache.admission.launch(batch)
-    states = {req.req_pool_idx: linked(req) for req in batch.reqs}
+    states = {req.kv.req_pool_idx: linked(req) for req in batch.reqs}
     chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
-    nodes = {req.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.req_pool_idx]}
+    nodes = {
+        req.kv.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.kv.req_pool_idx]
+    }
     ids = {row: [*map(batch.tree_cache.store.segment_id, chunks[row], ends)] for row, ends in nodes.items()}
     orders = {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes}
     table.assign(chunks, ids, orders)
 
 
-def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False) -> bool:
+def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False, **kwargs: Any) -> bool:
     """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
     and a paused scheduler is idle if nothing has a row."""
     if for_health_check:
-        return original(scheduler, for_health_check)
+        return original(scheduler, for_health_check, **kwargs)
     with pause_empties_queue(scheduler):
-        idle = original(scheduler, for_health_check)
+        idle = original(scheduler, for_health_check, **kwargs)
     return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.store.tree.is_copying)
 
 

@@ -1,5 +1,6 @@
 """Chunks in SGLang's Responses API: the request model, and its conversion to a prompt."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,9 @@ class _Messages(list):
         self.chunk_parts = chunk_parts
 
 
-async def make_request(make: Callable, serving: Any, request: Any, earlier: Any, tokenizer: Any) -> tuple:
+async def make_request(
+    make: Callable, serving: Any, request: Any, earlier: Any, tokenizer: Any, **kwargs: Any
+) -> tuple:
     """Around `OpenAIServingResponses._make_request`: render with placeholders, then insert the chunks.
 
     earlier: the response that the request follows, or None.
@@ -53,8 +56,9 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
     try:
         with reading():
             if not isinstance(request, ResponsesRequest):
-                return await make(serving, request, earlier, tokenizer)
-            return await in_thread(request._size, finished, _make_request(make, serving, request, earlier, tokenizer))
+                return await make(serving, request, earlier, tokenizer, **kwargs)
+            bound = functools.partial(make, **kwargs)
+            return await in_thread(request._size, finished, _make_request(bound, serving, request, earlier, tokenizer))
     except ValueError as error:  # SGLang tells this one as it is, and adds "None" to others
         raise _MediaInputValidationError(str(error)) from None
 
@@ -78,7 +82,7 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed
 
 
-def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None) -> list:
+def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None, **_kwargs: Any) -> list:
     """After `OpenAIServingResponses._construct_input_messages`: refuse an empty list, which would lead to a 500."""
     if not messages:
         raise ValueError("input is empty")

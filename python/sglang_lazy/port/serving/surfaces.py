@@ -54,6 +54,5 @@ HOOKS = (
         messages.convert_messages,
         "AROUND",
     ),
-    Hook(f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached", protocol.usage_details, "AFTER"),
     Hook(f"{_OPENAI}.utils.cached_tokens_details_from_dict", protocol.cached_tokens_details, "AFTER"),
 )

@@ -104,7 +104,7 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     if layout is None:
         return outputs
     states = manager.rid_to_state
-    parent = states.get(manager.child_rid_to_logical_rid.get(obj.rid))
+    parent = None
     outputs = learned(annotated(outputs, layout, obj, parent, usage_of(manager)), obj)
     shadow = shadow_of(manager)
     if shadow is None or not get_policy(layout.link).reuses:
