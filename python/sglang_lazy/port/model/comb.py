@@ -9,7 +9,6 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.encoder import EncoderRows

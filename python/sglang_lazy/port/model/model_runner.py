@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
@@ -175,12 +175,10 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         batch.tree_cache.store.counts.batches[mode, involved] += 1
     if not involved and table.stock_attends:
         return original(worker, batch, *args, **kwargs)
-    if batch.forward_mode.is_decode():
-        # Decode steps do not wait for loads: they run after the extend of their rows, which did.
-        nodes = (node for req in batch.reqs if linked(req) is not None for node in req.last_node.chunks.nodes)
-        assert batch.tree_cache.store.tree.started(nodes), "a decode step would read what is loading"
-    if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
-        wait_for_loads(batch, runner)
+    if table.loads is not None and any(
+        state.needs_resident for req in batch.reqs if (state := linked(req)) is not None
+    ):
+        table.loads.wait_all()  # attention waits for its own layer, but these read KV before it does
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
@@ -189,14 +187,6 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
-
-
-def wait_for_loads(batch: Any, runner: Any) -> None:
-    """Let the kernels launched next wait for all layers that are loaded with a batch. Attention waits only for its own
-    layer, but some passes do not run all layers, and some read KV before attention does."""
-    if batch.hicache_consumer_index >= 0:
-        counter = runner.token_to_kv_pool.layer_transfer_counter
-        counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
@@ -227,7 +217,13 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
 
 
 def capture_one_shape(
-    original: Callable, graph_runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None, *more: Any
+    original: Callable,
+    graph_runner: Any,
+    size: int,
+    forward: Any,
+    stream_idx: Any = None,
+    variant_label: Any = None,
+    *more: Any,
 ) -> None:
     """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape again for linked rows."""
     original(graph_runner, size, forward, stream_idx, variant_label, *more)

@@ -1,12 +1,12 @@
 """The forward passes of probes, and the measurements taken in them."""
 
-from sglang.srt.runtime_context import get_parallel
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.probes import (
     AllReduce,
