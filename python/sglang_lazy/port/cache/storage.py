@@ -21,7 +21,7 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.cache.calls import Calls, Ended
-from sglang_lazy.port.cache.chunk_objects import FORMAT, ChunkObjects
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.tier_report import StorageReport
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class ChunkStorage(HostWatcher):
         """SHA-256 of all that the chunk's KV depends on; of an adapter the weights, since ids and names do not last.
         None if the adapter has been unloaded."""
         kind, _, salt, variant, adapter = key.namespace
-        digest = hashlib.sha256(FORMAT.encode())
+        digest = hashlib.sha256()
         for weights in (None,) if adapter is None else (None, adapter):
             if weights not in self._identified:
                 self._identified[weights] = self._identity(weights)
