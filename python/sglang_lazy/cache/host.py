@@ -138,6 +138,7 @@ class HostKV(Part):
         transfer = self._begin(to_load, self._ends(to_load), ticket, loads=True)
         for node in to_load:
             node.host.transfer = transfer
+            self._watcher.loaded(node)
         return True
 
     def _only_on_host(self, nodes: Iterable[Node]) -> list[Node]:

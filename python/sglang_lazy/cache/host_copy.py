@@ -39,7 +39,37 @@ class HostWatcher:
         """The copy of `node` is freed next."""
 
     def copied(self, node: Node) -> None:
-        """The copy of `node` is complete."""
+        """The copy of `node`, made of what the device has, is complete."""
+
+    def loaded(self, node: Node) -> None:
+        """`node` has got slots on the device, to which its copy is being loaded."""
 
     def gave_up(self, num_tokens: int) -> None:
         """So many tokens' copies were given up while the device had them."""
+
+
+class Watchers(HostWatcher):
+    """Several that are told one after the other.  each: may be added to."""
+
+    def __init__(self, *each: HostWatcher):
+        self.each = [*each]
+
+    def stored(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.stored(node)
+
+    def removed(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.removed(node)
+
+    def copied(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.copied(node)
+
+    def loaded(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.loaded(node)
+
+    def gave_up(self, num_tokens: int) -> None:
+        for watcher in self.each:
+            watcher.gave_up(num_tokens)
