@@ -114,7 +114,7 @@ class RowCache:
         last = state.prompt.spans[-1]
         for span in state.prompt.spans:
             tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
-            slots, node = self.tree.find(tokens, span.namespace_in(req.extra_key))
+            slots, node = self.tree.find(tokens, span.namespace)
             yield slots if len(slots) >= span.image_len else slots[:0], node
 
     def rank(self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]) -> tuple[int, int]:
@@ -194,7 +194,7 @@ class RowCache:
             slots = text_slots[start : start + count - cached]
             if cached:
                 slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
-            tokens, namespace = _tokens(req, span.first(count)), span.namespace_in(req.extra_key)
+            tokens, namespace = _tokens(req, span.first(count)), span.namespace
             windows_start = max(published, cached + num_lost - computed_start)
             num_present, node, lent = self.tree.add(tokens, namespace, slots, req.priority or 0, windows_start)
             self.take_lent(lent)

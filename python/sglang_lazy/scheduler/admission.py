@@ -154,10 +154,12 @@ class ChunkAdmission:
         for i in self.store.enter_cached(state.chunks, nodes):
             state.loaded[i] = True
         nodes = state.chunks.nodes
-        if state.policy.preamble == "lead" and None in nodes and None not in state.found_text:
+        if state.policy.preamble == "lead" and None in nodes:
             # Fills compute the leading text, too, and a later batch would take it for a cache hit.
-            lead, extra_key = state.prompt.chunks[0].preamble, state.prompt.chunks[0].key.namespace.extra_key
-            state.found_text[None] = len(self.store.tree.find(lead, extra_key)[0])
+            first = state.prompt.chunks[0]
+            leading = first.key.namespace.leading
+            if leading not in state.found_text:
+                state.found_text[leading] = len(self.store.tree.find(first.preamble, leading)[0])
         slices = zip(state.prompt.chunks, nodes, strict=True)
         missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
         if missing:

@@ -126,6 +126,7 @@ def internal_requests(scheduler: Any) -> NewRequest:
             vocab_size=scheduler.model_config.vocab_size,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
             extra_key=parent.extra_key,
+            cache_salt=parent.cache_salt,
             priority=parent.priority,
         )
         req.lora_id = parent.lora_id  # not through the constructor: `extra_key` includes it already
