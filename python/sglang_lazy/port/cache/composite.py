@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_lazy.cache.device import WindowMemory
 from sglang_lazy.cache.mirror import Mirror, evict_older
@@ -159,7 +160,7 @@ class CompositeCache:
         if (state := linked(req)) is not None:
             if not state.recomputes:
                 between_pieces = not req.finished() and req.inflight_middle_chunks > 0
-                num_lost = 0 if self.windows is None else req.kv.swa_evicted_seqlen
+                num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
                 self.rows.publish(req, up_to, between_pieces, num_lost)
                 req.kv.cache_protected_len = up_to
         elif fill_of(req) is None:
