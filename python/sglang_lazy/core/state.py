@@ -56,6 +56,7 @@ class RowNodes:
     spreads: per span, as in `Tree.lock`: a fill's pass has yet to read what the fill has published. None for all 0.
     num_locks: SGLang's locks. The nodes are locked once while there are any.
     used: whether the use of these nodes has been counted.
+    slots: int64, of the row's cached part, until SGLang has written the row.
     """
 
     chunks: ChunkNodes
@@ -63,6 +64,7 @@ class RowNodes:
     spreads: list[int] | None = None
     num_locks: int = 0
     used: bool = False
+    slots: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,7 +132,7 @@ class LinkedRequest:
     cross_slots: torch.Tensor | None = None
     reused: list[bool] = dataclasses.field(init=False)
     loaded: list[bool] = dataclasses.field(init=False)
-    found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
+    found_text: dict[Namespace, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
     ahead: bool = False
     waits_since: float | None = None

@@ -71,7 +71,6 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
-        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -92,7 +91,6 @@ def install() -> None:
         stored_responses,
         control,
         steps,
-        storage,
         internal,
         schedule_policy,
         lora,

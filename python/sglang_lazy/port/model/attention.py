@@ -209,6 +209,8 @@ class LinkAttention(AttentionBackend):
             raise NotImplementedError(
                 f"linked attention does not support {unknown}, which layer {layer.layer_id} passes"
             )
+        if (loads := self.link_table.loads) is not None:
+            loads.wait(layer.layer_id)
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
             if self.link_fp8 and self.link_stock_part is not None:

@@ -40,7 +40,14 @@ def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentT
     """Mix `CrossAttention` into `backend`, which is returned."""
     stock, decoder = type(backend), runner.model.decoder
     if decoder.reader is None:
-        decoder.reader = CrossReader(table, runner.dtype, runner.req_to_token_pool.chunk_pool.kv.get_kv_buffer)
+        pool = runner.req_to_token_pool.chunk_pool.kv
+
+        def get_kv_buffer(layer: int) -> Any:
+            if table.loads is not None:
+                table.loads.wait(layer)
+            return pool.get_kv_buffer(layer)
+
+        decoder.reader = CrossReader(table, runner.dtype, get_kv_buffer)
     backend.__class__ = type(f"Cross{stock.__name__}", (CrossAttention, stock), {})
     backend.cross_reader, backend.cross_max_context = decoder.reader, runner.req_to_token_pool.req_to_token.shape[1]
     return backend

@@ -167,12 +167,10 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         batch.tree_cache.store.counts.batches[mode, involved] += 1
     if not involved and table.stock_attends:
         return original(worker, batch, *args, **kwargs)
-    if batch.forward_mode.is_decode():
-        # Decode steps do not wait for loads: they run after the extend of their rows, which did.
-        nodes = (node for req in batch.reqs if linked(req) is not None for node in req.last_node.chunks.nodes)
-        assert batch.tree_cache.store.tree.started(nodes), "a decode step would read what is loading"
-    if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
-        wait_for_loads(batch, runner)
+    if table.loads is not None and any(
+        state.needs_resident for req in batch.reqs if (state := linked(req)) is not None
+    ):
+        table.loads.wait_all()  # attention waits for its own layer, but these read KV before it does
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
@@ -181,14 +179,6 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
-
-
-def wait_for_loads(batch: Any, runner: Any) -> None:
-    """Let the kernels launched next wait for all layers that are loaded with a batch. Attention waits only for its own
-    layer, but some passes do not run all layers, and some read KV before attention does."""
-    if batch.hicache_consumer_index >= 0:
-        counter = runner.token_to_kv_pool.layer_transfer_counter
-        counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
