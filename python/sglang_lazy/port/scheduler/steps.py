@@ -6,7 +6,6 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
@@ -18,6 +17,7 @@ from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.facts import dp_rank
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
@@ -51,7 +51,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         )
         if (tiers := scheduler.tree_cache.tiers) is not None:
             tiers.transfers.forward_stream = scheduler.forward_stream
-        scheduler.tree_cache.admission.control.dp_rank = get_parallel().dp_rank or 0
+        scheduler.tree_cache.admission.control.dp_rank = dp_rank()
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
