@@ -233,14 +233,14 @@ class CompositeCache:
     def _evict(self, params: EvictParams, plain_gives: Callable[[EvictParams], EvictResult]) -> EvictResult:
         """Copies under way lock what they read or write: if eviction falls short, it waits for them."""
         begun, given = time.perf_counter(), EvictResult()
+        windows_before = 0 if self.window_slots is None else self.window_slots.available_size()
         own = self._evict_tokens(params.num_tokens, self.tree, given, plain_gives)
         if self.windows is None:
             if params.swa_num_tokens:
                 self._give(EvictParams(swa_num_tokens=params.swa_num_tokens), given, plain_gives)
         else:
-            before = self.window_slots.available_size()
-            self._evict_windows(before + params.swa_num_tokens, given, plain_gives)
-            given.swa_num_tokens_evicted = self.window_slots.available_size() - before
+            self._evict_windows(windows_before + params.swa_num_tokens, given, plain_gives)
+            given.swa_num_tokens_evicted = self.window_slots.available_size() - windows_before
         if params.mamba_num:
             self._give(EvictParams(mamba_num=params.mamba_num), given, plain_gives)
         self.plain.update_eviction_metrics(own, begun)
