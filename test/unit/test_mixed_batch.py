@@ -15,6 +15,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
@@ -298,11 +301,6 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
 
-def unregistered(*args, use_mha_companion, **options):
-    """SGLang's op, which it registers for GPUs alone."""
-    radix_attention._unified_attention_with_output_impl(*args, use_mha_companion, return_lse=False, **options)
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", [name for name in BATCHES if any(req.positions is not None for req in BATCHES[name])])
 def test_padding_with_a_batch_dimension(monkeypatch, name, apart):
@@ -312,18 +310,14 @@ def test_padding_with_a_batch_dimension(monkeypatch, name, apart):
     layer, num_tokens = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0), len(q)
     padded = [torch.nn.functional.pad(x.flatten(1), (0, 0, 0, 8), value=float("nan")) for x in (q, k, v)]
     padded = [x.view(1, num_tokens + 8, -1, HEAD_DIM) for x in padded]
-    forward_batch.num_token_non_padded_cpu, forward_batch.mha_return_lse = num_tokens, False
-    context = SimpleNamespace(
-        forward_batch=forward_batch,
-        attention_layers=[layer],
-        mha_companion_layers=None,
-        num_tokens=num_tokens + 8,
-        raw_num_tokens=num_tokens,
-    )
-    monkeypatch.setattr(radix_attention, "get_tc_piecewise_forward_context", lambda: context)
-    monkeypatch.setattr(radix_attention, "get_attn_backend", lambda: backend)
-    monkeypatch.setattr(radix_attention, "unified_attention_with_output", unregistered)
-    with backend.link_table.running(LinkedBatch.of(batch, apart)):
+    forward_batch.global_num_token_non_padded_cpu, forward_batch.mha_return_lse = num_tokens, False
+    monkeypatch.setattr(radix_attention, "is_in_breakable_cuda_graph", lambda: True)
+    with (
+        backend.link_table.running(LinkedBatch.of(batch, apart)),
+        forward_context(ForwardContext(attn_backend=backend)),
+        set_forward_batch(forward_batch),
+        prefill_graph_scope(full_graph=False, raw_num_tokens=num_tokens),
+    ):
         backend.init_forward_metadata(forward_batch)
         out = layer(*padded, forward_batch)
     assert out.shape == padded[0].shape

@@ -29,13 +29,16 @@ class Clearable(Storage):
         self.closed = True
 
 
-def scheduler_of(server, *, has_weights=True, enabled=True):
-    """The scheduler of a server, as far as messages about storage go; None for a server without storage."""
-    store = SimpleNamespace(storage=None if server is None else server.storage)
+def scheduler_of(server, *, has_weights=True, reuses=True):
+    """The scheduler of a server, as far as messages about storage go.  server: None if it has no storage of ours."""
+    cache = SimpleNamespace(admission="some" if reuses else None, tiers=None)
+    if server is not None:
+        cache.tiers, cache.clear_storage_backend = SimpleNamespace(storage=server.storage), server.storage.clear
+    offloaded = set() if has_weights else {GPU_MEMORY_TYPE_WEIGHTS}
     return SimpleNamespace(
-        tree_cache=SimpleNamespace(store=store, admission="some" if enabled else None),
+        tree_cache=cache,
         enable_hicache_storage=server is not None,
-        weight_updater=SimpleNamespace(offload_tags=set() if has_weights else {GPU_MEMORY_TYPE_WEIGHTS}),
+        weight_updater=SimpleNamespace(offload_tags=offloaded),
     )
 
 
@@ -136,9 +139,9 @@ def test_a_weight_update_without_a_flush_names_nothing():
     assert hooks.identify(True, scheduler) and server.served(A) == ["storage"]
 
 
-@pytest.mark.parametrize("server", [None, "without reuse"])
-def test_servers_without_storage_of_ours(server):
+@pytest.mark.parametrize("reuses", [True, False])
+def test_servers_without_storage_of_ours(reuses):
     """Nothing happens to them."""
-    scheduler = scheduler_of(None, enabled=server is None)
+    scheduler = scheduler_of(None, reuses=reuses)
     assert hooks.identify(True, scheduler)
     hooks.update_weights("updated", SimpleNamespace(scheduler=scheduler), SimpleNamespace(flush_cache=False))

@@ -147,9 +147,9 @@ class CrossReader:
         self.attend(0, q)
         self.metadata = None
 
-    def describe(self, pool_indices: torch.Tensor) -> None:
-        """Prepare for the table's current batch.  pool_indices: int64, its rows, including padding."""
-        current, self.metadata = self.table.current, None
+    def describe(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
+        """Prepare for a batch, None if nothing in it reads chunks.  pool_indices: int64, its rows, with padding."""
+        self.metadata = None
         if current is None:
             return
         if current.extend_lens is not None:
@@ -162,9 +162,9 @@ class CrossReader:
         """Allocate metadata for decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
         self._graph_metadata = LinkMetadata.allocate(max_bs, max_bs * max_context, self.table)
 
-    def describe_for_graph(self, pool_indices: torch.Tensor) -> None:
+    def describe_for_graph(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
         """`describe` into the memory that decode graphs read."""
-        current, self.metadata = self.table.current, None
+        self.metadata = None
         if current is not None:
             assert self._graph_metadata is not None
             self._plan(current, self._graph_metadata.first(len(pool_indices)), pool_indices)

@@ -1,6 +1,4 @@
-"""The copy of a node in host memory, the transfers that make and read copies, and what the host tier works with."""
-
-from typing import Protocol
+"""The copy of a node in host memory, the transfers that make and read copies."""
 
 import torch
 
@@ -29,28 +27,6 @@ class Transfer:
 
     def __init__(self, nodes: list[Node], ends: list[Node], ticket: Ticket, loads: bool):
         self.nodes, self.ends, self.ticket, self.loads = nodes, ends, ticket, loads
-
-
-class Device(Protocol):
-    """The device's slots, which several trees may share."""
-
-    size: int
-
-    def available_size(self) -> int:
-        """The number of free slots."""
-
-    def evictable_size(self) -> int:
-        """The number of slots that eviction can free."""
-
-    def take(self, num_tokens: int) -> torch.Tensor:
-        """Evict so many slots, or all that can be. Returns those of the tree with the host tier, as `RadixTree.take`
-        does; others are freed."""
-
-    def alloc(self, count: int) -> torch.Tensor | None:
-        """Slots, int64, of those that are free. None if these are fewer."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        """Take back slots."""
 
 
 class HostWatcher:

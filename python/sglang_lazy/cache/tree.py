@@ -282,6 +282,7 @@ class RadixTree:
         num_evicted = 0
         while num_evicted < num_tokens:
             if (leaf := self._heap.pop(self._leaves)) is not None:
+                self.watcher.evicted(leaf)
                 pieces.append(self._leave(leaf))
                 num_evicted += len(pieces[-1])
             elif not self.release_lock():
@@ -290,6 +291,7 @@ class RadixTree:
 
     def evict_leaf(self, leaf: Node) -> None:
         """Evict one evictable leaf from the device and free its slots."""
+        self.watcher.evicted(leaf)
         self.allocator.free(self._leave(leaf))
 
     def is_evictable(self, node: Node) -> bool:
@@ -320,17 +322,20 @@ class RadixTree:
         self.num_evictable -= len(leaf)
         leaf.parent.num_below -= 1
         self._offer(leaf.parent)
-        self.watcher.evicted(leaf)
         if not any(stays):
             self.drop(leaf)
         return slots
 
+    def is_held(self, node: Node) -> bool:
+        """Whether anybody holds `node`, on the device or elsewhere."""
+        return node.locks > 0 or any(part.holds(node) for part in self.parts)
+
     def discard(self, node: Node) -> bool:
         """Remove a node from all tiers if nobody holds it and nothing follows it; returns whether that was so."""
-        if node.is_root or node.locks or node.children or any(part.holds(node) for part in self.parts):
+        if node.is_root or node.children or self.is_held(node):
             return False
         if node.slots is not None:
-            self.evict_leaf(node)
+            self.allocator.free(self._leave(node))
         if node.parent.children.get(node.parent.key_of(node.namespace, node.tokens[0])) is node:
             self.drop(node)
         return True

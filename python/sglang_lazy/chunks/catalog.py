@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_lazy.chunks.tree import Node
-from sglang_lazy.core.keys import ChunkKey, Namespace, chunk_id, tenant_key
+from sglang_lazy.cache.node import Node
+from sglang_lazy.core.keys import ChunkKey, Namespace, chunk_id
 
 SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "created": None}
 """Sort keys of lists, and the field of `CachedChunk` for each; None for the serial number."""
@@ -58,7 +58,7 @@ def tenant_of(namespace: Namespace) -> Hashable:
     A different `extra_key` gives a tenant that matches no client.
     """
     salt = namespace.cache_salt
-    return salt if namespace.own_key == tenant_key(salt, None) else (namespace.own_key, salt)
+    return salt if namespace.own_key is None else (namespace.own_key, salt)
 
 
 class Series:

@@ -53,5 +53,5 @@ class Fill:
     @functools.cached_property
     def parts(self) -> list[FillPart]:
         """What it computes, in order: the preamble, if there is one, and the chunks."""
-        preamble = [FillPart(self.preamble, self.chunks[0].key.namespace.extra_key)] if self.preamble else []
+        preamble = [FillPart(self.preamble, self.chunks[0].key.namespace.leading)] if self.preamble else []
         return [*preamble, *(FillPart(chunk.tokens, chunk.key.namespace, chunk) for chunk in self.chunks)]

@@ -1,7 +1,6 @@
 """Cache keys: the identity of the KV of chunks and of the text after them."""
 
 import hashlib
-import json
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -10,29 +9,15 @@ import numpy as np
 import xxhash
 
 
-class TenantKey(str):
-    """SGLang's `extra_key` of a request, made by `tenant_key`. Clients cannot send an object of this class."""
-
-
-def tenant_key(cache_salt: str | None, extra_key: str | None) -> TenantKey | None:
-    """The `extra_key` of a request with this salt and its client's own key; None if it has neither.
-
-    A JSON array, so no salt with one key reads like another with another, not even once SGLang has appended the id of
-    an adapter: a list tells where it ends.
-    """
-    if not cache_salt and not extra_key:
-        return None
-    return TenantKey(json.dumps([cache_salt or None, extra_key or None], separators=(",", ":")))
-
-
 class Namespace(NamedTuple):
     """A part of the radix tree whose KV was computed under the same conditions. A tuple, which no client can forge.
 
-    kind: "chunk"; "whole" for a chunk all of whose tokens see one another; "text" for text that depends on chunks.
-    extra_key: SGLang's own namespace of the request: its `tenant_key`, and the id of its LoRA adapter.
+    kind: "chunk"; "whole" for a chunk all of whose tokens see one another; "text" for other text of prompts with chunks.
+    extra_key: that of SGLang's request: its client's own key, and the id of its LoRA adapter.
     cache_salt: the tenant's private namespace, None for the shared one.
-    variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, the digest of its
-        preamble, None without one. For a whole chunk, its own digest: it shares its beginning with no other.
+    variant: what else the KV depends on. For text, the digest of the path before it, None for leading text. For a
+        chunk, the digest of its preamble, None without one. For a whole chunk, its own digest: it shares its beginning
+        with no other.
     adapter: the id of the LoRA adapter, new with each load; None for the base model.
     """
 
@@ -51,8 +36,13 @@ class Namespace(NamedTuple):
         return self.kind == "chunk" and self.variant is not None
 
     @property
+    def leading(self) -> "Namespace":
+        """That of text before all chunks, under the same conditions."""
+        return Namespace("text", self.extra_key, self.cache_salt, None, self.adapter)
+
+    @property
     def own_key(self) -> str | None:
-        """The request's `tenant_key`, None without one."""
+        """The client's own key, None without one."""
         return (self.extra_key or "").removesuffix(self.adapter or "") or None
 
 

@@ -122,12 +122,11 @@ class ChunkSlice:
 class TextSpan:
     """Text tokens that depend on the same slices of chunks and the same images.
 
-    namespace: None for leading text, which is in the request's ordinary namespace.
     positions: int32, its tokens' positions in the prompt, ascending. Generated tokens belong to the last span.
     image_len: how many of its first tokens are those of an image.
     """
 
-    namespace: Namespace | None
+    namespace: Namespace
     positions: np.ndarray
     image_len: int = 0
 
@@ -138,10 +137,6 @@ class TextSpan:
     @property
     def end(self) -> int:
         return int(self.positions[-1]) + 1
-
-    def namespace_in(self, extra_key: str | None) -> Namespace | str | None:
-        """Its namespace; for leading text `extra_key`, that of the request."""
-        return extra_key if self.namespace is None else self.namespace
 
     def count_before(self, position: int) -> int:
         """How many of its tokens, including generated ones, precede `position`."""
@@ -185,7 +180,7 @@ class LinkedPrompt(NamedTuple):
     @property
     def num_leading_tokens(self) -> int:
         """How many text tokens precede the first slice."""
-        return len(self.spans[0].positions) if self.spans[0].namespace is None else 0
+        return len(self.spans[0].positions) if self.spans[0].namespace.variant is None else 0
 
     @classmethod
     def build(
@@ -225,7 +220,9 @@ class LinkedPrompt(NamedTuple):
         def add_span(begin: int, end: int, before: np.ndarray, image_len: int) -> None:
             """Add the text in [begin, end), preceded by the recomputed tokens at positions `before`."""
             leads = not chunks and not image_len
-            namespace = None if leads else Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
+            namespace = chunk_namespace.leading
+            if not leads:
+                namespace = namespace._replace(variant=path.digest())
             positions = np.arange(begin, end, dtype=np.int32)
             if len(before):
                 positions = np.concatenate([before, positions])

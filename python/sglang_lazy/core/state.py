@@ -132,7 +132,7 @@ class LinkedRequest:
     cross_slots: torch.Tensor | None = None
     reused: list[bool] = dataclasses.field(init=False)
     loaded: list[bool] = dataclasses.field(init=False)
-    found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
+    found_text: dict[Namespace, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
     ahead: bool = False
     waits_since: float | None = None

@@ -63,15 +63,15 @@ class Engine(ChunkMethods, engine.Engine):
         self, args: tuple, kwargs: dict[str, Any], segments: Any, cache_salt: Any, link: Any
     ) -> tuple[tuple, dict[str, Any]]:
         """Arguments of `sgl.Engine.generate` for the prompt made of `segments`, or of text with separators."""
-        stock, kwargs = (args, kwargs), {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
+        stock, kwargs = kwargs, {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
         if segments is None:
             _refuse_segments(kwargs.get("prompt"))
         limit = chunk_limit(link, self.tokenizer_manager.context_len)
         if segments is None:
             segments = segments_in(kwargs.get("prompt"), None, limit)
             if segments is None:
-                refuse_without_segments(cache_salt, None if chosen_separator(None) else link)
-                return stock
+                refuse_without_segments(None if chosen_separator(None) else link)
+                return args, {**stock, "cache_salt": cache_salt}
             del kwargs["prompt"]
         if len(args) > 2 or kwargs.pop("prompt", None) is not None or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")

@@ -56,7 +56,7 @@ class Copy(Block):
         state = as_linked(req)
         if state.own is None:
             source = rows.read(req, 0, state.prompt.num_chunk_tokens)
-            slots = rows.allocate(len(source))
+            slots = rows.device.allocate(len(source))
             rows.write(req, 0, slots)
             state.own = ChunkCopy(source, slots)
 
@@ -80,7 +80,7 @@ class Copy(Block):
     def end(self, req: Any, rows: Any) -> None:
         state = as_linked(req)
         if state.own is not None:
-            rows.free(state.own.slots)
+            rows.device.free(state.own.slots)
             state.own = None
 
 

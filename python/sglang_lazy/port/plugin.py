@@ -50,7 +50,7 @@ def install() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
+    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, logprobs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         aborts,
@@ -71,7 +71,6 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
-        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -92,7 +91,6 @@ def install() -> None:
         stored_responses,
         control,
         steps,
-        storage,
         internal,
         schedule_policy,
         lora,
@@ -100,6 +98,7 @@ def install() -> None:
         comb,
         comb_lora,
         model_runner,
+        graphs,
         logprobs,
         probing,
         surfaces,

@@ -12,9 +12,9 @@ running ones. All decisions depend only on the order of requests, so every tenso
 import time
 from typing import Any
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import (
@@ -65,7 +65,7 @@ class ChunkAdmission:
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
         self.budget = Budget(scheduler, rows, producer, max_growth)
-        self.pins = Pins(self.store.tree, max_pinned)
+        self.pins = Pins(self.store, max_pinned)
         self.control = ChunkControl(rows, self.pins)
         self.advice = Advice(self.store.counts)
         self.ahead = Ahead()
@@ -77,7 +77,7 @@ class ChunkAdmission:
         self.keeps_locks = False
         self._waiting: list[Any] = []
         self.left_out_adapters: set[str | None] = set()
-        self.store.release_waiting_lock = self.revoke_newest
+        self.store.tree.release_lock = self.revoke_newest
 
     def reset(self) -> None:
         """Forget what depends on cached KV: the cache has been emptied."""
@@ -154,10 +154,12 @@ class ChunkAdmission:
         for i in self.store.enter_cached(state.chunks, nodes):
             state.loaded[i] = True
         nodes = state.chunks.nodes
-        if state.policy.preamble == "lead" and None in nodes and None not in state.found_text:
+        if state.policy.preamble == "lead" and None in nodes:
             # Fills compute the leading text, too, and a later batch would take it for a cache hit.
-            lead, extra_key = state.prompt.chunks[0].preamble, state.prompt.chunks[0].key.namespace.extra_key
-            state.found_text[None] = len(self.store.tree.find(lead, extra_key)[0])
+            first = state.prompt.chunks[0]
+            leading = first.key.namespace.leading
+            if leading not in state.found_text:
+                state.found_text[leading] = len(self.store.tree.find(first.preamble, leading)[0])
         slices = zip(state.prompt.chunks, nodes, strict=True)
         missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
         if missing:
@@ -234,7 +236,7 @@ class ChunkAdmission:
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
         self.producer.reconcile()
-        self.rows.sweep()
+        self.store.deletions.sweep()
 
     def revoke_newest(self) -> bool:
         """Release the locks of the parent admitted last; it will be admitted again. False if there is none."""
@@ -296,8 +298,8 @@ class ChunkAdmission:
         num_lost = 0
         if not self.rows.shares_pool:
             num_locks += self.rows.tree.num_locks
-            tree, pool = self.store.tree, self.rows.chunk_allocator
-            num_lost = pool.size - pool.available_size() - tree.evictable_size() - tree.protected_size()
+            tree, pool = self.store.tree, self.store.device
+            num_lost = pool.size - pool.available_size() - tree.num_evictable - tree.num_locked
         if num_locks or num_pending or num_lost or self.holders:
             raise RuntimeError(
                 f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held, {num_pending} chunks "

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sglang_lazy.cache.device import WindowMemory
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.chunks.tree import WindowMemory
 from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
@@ -144,7 +144,7 @@ class Arrival:
             if node is not None:
                 tree.use(node, spread=chunk.spread)
         prefetched = [  # last, since fetching evicts
-            node is None and chunk.key not in pending and tree.fetch(chunk)
+            node is None and chunk.key not in pending and self.store.fetch(chunk)
             for chunk, node in zip(prompt.chunks, found, strict=True)
         ]
         return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead)

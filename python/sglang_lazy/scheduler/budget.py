@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.scheduler.producer import Producer
 
@@ -31,20 +31,20 @@ class Budget:
 
     def num_free(self) -> int:
         """How many tokens are free or evictable in the pool of text."""
-        return self.rows.tree.device_memory["free"] + self.rows.tree.evictable_size()
+        return self.rows.device.available_size() + self.rows.device.evictable_size()
 
     def num_free_for_chunks(self) -> int:
         """How many tokens are free or evictable in the pool of chunks."""
-        return self.rows.store.tree.device_memory["free"] + self.rows.store.tree.evictable_size()
+        return self.rows.store.device.available_size() + self.rows.store.device.evictable_size()
 
     def num_free_now(self) -> int:
         """How many tokens the next step may compute."""
-        memory = self.rows.tree.window_memory
+        memory = self.rows.device.windows
         return self.num_free() if memory is None else min(self.num_free(), memory.free)
 
     def windows_for_waiting(self, running_batch: Any) -> float:
         """Window KV that waiting requests may claim, in tokens; infinite without a pool of its own."""
-        if (memory := self.rows.tree.window_memory) is None:
+        if (memory := self.rows.device.windows) is None:
             return math.inf
         growth = sum(min(self.growth(req), memory.window) for req in running_batch.reqs)
         return memory.free - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
@@ -76,10 +76,10 @@ class Budget:
 
         A node that several chunks read counts for each.
         """
-        if (memory := self.rows.tree.window_memory) is None:
+        if (memory := self.rows.device.windows) is None:
             return 0
-        unlocked_windows, pairs = self.rows.tree.unlocked_windows, zip(nodes, state.prompt.chunks, strict=True)
-        read = sum(unlocked_windows(node, chunk.spread) for node, chunk in pairs if node is not None)
+        num_unlocked, pairs = self.rows.windows.num_unlocked, zip(nodes, state.prompt.chunks, strict=True)
+        read = sum(num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
         return self._num_to_start(state, nodes) + read + memory.of_row(state.prompt.span_lens, own_need)
 
     def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:

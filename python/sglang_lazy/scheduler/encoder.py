@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice

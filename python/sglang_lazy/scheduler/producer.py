@@ -5,9 +5,9 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice

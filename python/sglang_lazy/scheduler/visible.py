@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.state import LinkedRequest, Undecided, lazy_state, linked, stand_in
 from sglang_lazy.scheduler.budget import Budget
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.config import SALT_HEADER, LazyConfig
-from sglang_lazy.core.keys import TenantKey, tenant_key
 from sglang_lazy.core.names import check_name
 from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PackedLayout, PromptLayout, Segment, parse_segments
 from sglang_lazy.policies import get_policy
@@ -175,30 +174,13 @@ def salt_of(cache_salt: Any, headers: Any) -> Any:
     return header
 
 
-def keep_apart(cache_salt: Any, extra_key: Any) -> Any:
-    """SGLang's `extra_key`, or that of each prompt of a batch, for a tenant's prompts.
-
-    Keys that have been made here before stay as they are. Raises ValueError for a bad salt or key.
-    """
-    check_cache_salt(cache_salt)
-    if isinstance(extra_key, list):
-        return [keep_apart(cache_salt, key) for key in extra_key]
-    if isinstance(extra_key, TenantKey):
-        return extra_key
-    if extra_key is not None and extra_key != "":
-        check_name("extra_key", extra_key)
-    return tenant_key(cache_salt, extra_key)
-
-
 def choose_link(link: Any) -> str:
     """`link`, or the server's default if it is None. Raises ValueError if no policy has this name."""
     return str(get_policy(LazyConfig.current().default_link if link is None else link))
 
 
-def refuse_without_segments(cache_salt: Any, link: Any) -> None:
-    """Raise ValueError if fields that belong to segments come with a prompt in another form."""
-    if cache_salt is not None:
-        raise ValueError("cache_salt needs a prompt given as segments")
+def refuse_without_segments(link: Any) -> None:
+    """Raise ValueError for a link with a prompt in another form."""
     if link is not None:
         raise ValueError("link needs a prompt given as segments")
 

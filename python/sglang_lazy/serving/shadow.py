@@ -119,7 +119,7 @@ class Shadow:
     async def _answer(self, obj: Any, layout: PromptLayout) -> list[int] | None:
         """The tokens that link full gives; None if this was cancelled."""
         prompt = without_trained_tokens(self.manager, obj.input_ids, layout)
-        full = PromptLayout(prompt.chunks, link="full")  # the cache salt is part of the request's extra_key by now
+        full = PromptLayout(prompt.chunks, link="full")  # the cache salt is the request's by now
         while await self._quiet():
             self._interrupted = False
             self.rid = f"lazy-shadow-{uuid.uuid4().hex}"

@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.storage import StorageBackendFactory
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_memory, get_observability, get_parallel, get_serving
 
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.chunks.store import ChunkStore
@@ -22,23 +22,18 @@ MAX_WAIT = 30.0
 
 
 def connect_storage(
-    store: ChunkStore,
-    host: HostKV,
-    agree: Callable[[list[int]], list[int]],
-    args: Any,
-    runner: Any,
-    has_metrics: bool,
+    store: ChunkStore, host: HostKV, agree: Callable[[list[int]], list[int]], runner: Any, has_metrics: bool
 ) -> ChunkStorage:
     """The storage below `host`, which the caller has tell it of copies.
 
-    args: SGLang's flags, resolved.  runner: the `ModelRunner`.  agree: see `ChunkStorage`.
+    agree: see `ChunkStorage`.  runner: the `ModelRunner`.
     Raises ValueError if the backend's own configuration is wrong, and whatever the backend raises.
     """
-    name, ranks, token_bytes = args.hicache_storage_backend, _ranks(), host.memory.token_bytes
-    patience, extra = _extra_config(args)
+    name, ranks, token_bytes = get_memory().hicache_storage_backend, _ranks(), host.memory.token_bytes
+    patience, extra = _extra_config()
     report = StorageReport(token_bytes)
     if has_metrics:
-        labels = {"storage_backend": name, **ranks, **(args.extra_metric_labels or {})}
+        labels = {"storage_backend": name, **ranks, **(get_observability().extra_metric_labels or {})}
         report = measured(token_bytes, labels)
     objects = ChunkObjects(_backend(name, ranks, extra), host.memory)
     return ChunkStorage(store, host, objects, lambda adapter: identity_of(runner, adapter), agree, report, patience)
@@ -57,17 +52,17 @@ def _ranks() -> dict[str, int]:
     }
 
 
-def _extra_config(args: Any) -> tuple[Patience, dict[str, Any]]:
+def _extra_config() -> tuple[Patience, dict[str, Any]]:
     """What `--hicache-storage-backend-extra-config` says of waiting, and the rest, for the backend. SGLang has no
     `prefetch_timeout_max`."""
-    parse = HybridCacheController.parse_storage_backend_extra_config
-    extra, _, base, per_ki_token, _ = parse(args.hicache_storage_backend_extra_config)
+    flags, parse = get_memory(), HybridCacheController.parse_storage_backend_extra_config
+    extra, _, base, per_ki_token, _ = parse(flags.hicache_storage_backend_extra_config)
     longest = extra.pop("prefetch_timeout_max", MAX_WAIT)
     if isinstance(longest, bool) or not isinstance(longest, int | float):
         raise ValueError(f"prefetch_timeout_max must be a number, got {longest!r}")
-    if args.file_storage_path:
-        extra.setdefault("file_storage_path", args.file_storage_path)
-    return Patience(args.hicache_storage_prefetch_policy, base, per_ki_token, float(longest)), extra
+    if folder := get_serving().file_storage_path:
+        extra.setdefault("file_storage_path", folder)
+    return Patience(flags.hicache_storage_prefetch_policy, base, per_ki_token, float(longest)), extra
 
 
 def _backend(name: str, ranks: dict[str, int], extra: dict[str, Any]) -> TensorBackend:

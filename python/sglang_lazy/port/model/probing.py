@@ -1,6 +1,5 @@
 """The forward passes of probes, and the measurements taken in them."""
 
-from sglang.srt.runtime_context import get_parallel
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.state import as_linked, linked
+from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.attention import KeysStored
 
@@ -47,7 +47,7 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
 
 
 def _all_reduce(runner: Any) -> AllReduce:
-    return get_tp_group().all_reduce if get_parallel().tp_size > 1 else lambda tensor: tensor
+    return get_tp_group().all_reduce if tp_size() > 1 else lambda tensor: tensor
 
 
 def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:

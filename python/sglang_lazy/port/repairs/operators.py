@@ -171,7 +171,7 @@ def check_updated(output: Any, _scheduler: Any, message: Any) -> Any:
 # In the HTTP process
 
 
-def init_communicators(_result: Any, manager: Any, _server_args: Any) -> None:
+def init_communicators(_result: Any, manager: Any) -> None:
     """After `TokenizerControlMixin.init_communicators`: pass failures to whoever waits for the answer."""
     waiting = {spec[1].__name__: f"{spec[0]}_communicator" for spec in _COMMUNICATOR_SPECS}
 

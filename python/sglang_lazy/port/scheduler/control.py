@@ -9,9 +9,9 @@ from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, PickleWrapper, hook_custom_types, unwrap_from_pickle, wrap_as_pickle
-from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_lazy.port.facts import dp_rank, dp_size
 from sglang_lazy.port.hooks import Hook
 
 _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
@@ -39,7 +39,7 @@ hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
 def init_communicators(_result: Any, manager: Any) -> None:
     """After `TokenizerControlMixin.init_communicators`: add ours."""
-    communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().dp_size)
+    communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, dp_size())
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
 
@@ -49,7 +49,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
         admission = getattr(scheduler.tree_cache, "admission", None)
-        rank = get_parallel().dp_rank or 0
+        rank = dp_rank()
         if admission is None:
             return ChunksReqOutput(answer=None, dp_rank=rank)
         answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)

@@ -6,7 +6,6 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
@@ -17,7 +16,8 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy, policy_elsewhere
-from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.facts import dp_rank
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
@@ -36,7 +36,7 @@ def admission_of(scheduler: Any) -> ChunkAdmission | None:
 
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `Scheduler.__init__`: attach admission to a cache that can hold chunks."""
-    if isinstance(scheduler.tree_cache, LazyRadixCache):
+    if type(scheduler.tree_cache) is CompositeCache:  # it says itself that it is SGLang's own
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
         check_default_preamble(config.default_link, preamble, scheduler.model_config.context_len)
@@ -49,9 +49,9 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             config.max_pinned,
             new_encoder(runner, max_fill_tokens(scheduler)),
         )
-        chunks: Any = scheduler.tree_cache.store.tree
-        chunks.forward_stream = scheduler.tree_cache.forward_stream = scheduler.forward_stream
-        scheduler.tree_cache.admission.control.dp_rank = get_parallel().dp_rank or 0
+        if (tiers := scheduler.tree_cache.tiers) is not None:
+            tiers.transfers.forward_stream = scheduler.forward_stream
+        scheduler.tree_cache.admission.control.dp_rank = dp_rank()
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
@@ -64,20 +64,20 @@ def new_admission(
     max_pinned: float = LazyConfig.max_pinned,
     encode: Callable[[Sequence[Encoding]], None] | None = None,
 ) -> ChunkAdmission:
-    """Admission for a scheduler whose tree cache is a `LazyRadixCache`.
+    """Admission for a scheduler whose tree cache is a `CompositeCache`.
 
     max_pinned: a share of the chunks' pool.
     encode: computes chunks that have their own pool.
     """
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
-        pool_size=rows.tree.device_memory["size"],
-        chunk_pool_size=rows.chunk_allocator.size,
+        pool_size=rows.device.size,
+        chunk_pool_size=rows.store.device.size,
         context_len=scheduler.model_config.context_len,
         max_chunks=max_chunks,
         traits=traits or ServerTraits(),
         neutral_preamble=preamble or array("q"),
-        windows=rows.tree.window_memory,
+        windows=rows.device.windows,
         max_fill_tokens=max_fill_tokens(scheduler),
     )
     producer: Producer
@@ -85,10 +85,10 @@ def new_admission(
         sign = 1 if scheduler.schedule_low_priority_values_first else -1
         producer = FillProducer(rows.store.pending, new_request, max_fill_tokens(scheduler), sign)
     else:
-        allocate, free = rows.store.tree.rows.allocate, rows.chunk_allocator.free
-        producer = EncoderProducer(rows.store.pending, max_fill_tokens(scheduler), allocate, free, encode)
+        device = rows.store.device
+        producer = EncoderProducer(rows.store.pending, max_fill_tokens(scheduler), device.allocate, device.free, encode)
     arrival = Arrival(rows.store, limits, new_request)
-    budget = int(max_pinned * rows.chunk_allocator.size)
+    budget = int(max_pinned * rows.store.device.size)
     return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
 
 
@@ -126,6 +126,7 @@ def internal_requests(scheduler: Any) -> NewRequest:
             vocab_size=scheduler.model_config.vocab_size,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
             extra_key=parent.extra_key,
+            cache_salt=parent.cache_salt,
             priority=parent.priority,
         )
         req.lora_id = parent.lora_id  # not through the constructor: `extra_key` includes it already
@@ -205,9 +206,9 @@ def get_new_batch_prefill_raw(
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
         # With one pool for text and chunks, the head of the queue is admitted by now; with two, chunks may lack room.
-        if shown or admission.holders or (scheduler.waiting_queue and not admission.rows.shares_pool):
+        lacks_room = scheduler.waiting_queue and not admission.rows.shares_pool
+        if shown or admission.holders or lacks_room:
             admission.make_room()
-        scheduler.tree_cache.finish_loads()  # there is no batch to wait for them
     return batch, running_batch
 
 
@@ -217,15 +218,11 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
-    # A row's chunks are loaded no later than its first pass, an extend; decode steps, which do not wait, come later.
-    assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
     batch.tree_cache.admission.put_back()
     batch.tree_cache.admission.launch(batch)
     states = {req.kv.req_pool_idx: linked(req) for req in batch.reqs}
     chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
-    nodes = {
-        req.kv.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.kv.req_pool_idx]
-    }
+    nodes = {req.kv.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.kv.req_pool_idx]}
     ids = {row: [*map(batch.tree_cache.store.segment_id, chunks[row], ends)] for row, ends in nodes.items()}
     orders = {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes}
     table.assign(chunks, ids, orders)
@@ -238,7 +235,7 @@ def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = F
         return original(scheduler, for_health_check, **kwargs)
     with pause_empties_queue(scheduler):
         idle = original(scheduler, for_health_check, **kwargs)
-    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.store.tree.is_copying)
+    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
 
 
 def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -276,7 +273,7 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
             }
         reported = cached_tokens_details(req, state)
         if "storage" in reported:  # a label of SGLang's metrics
-            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.store.tree.storage_name
+            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name
         return reported
 
     return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
@@ -310,11 +307,8 @@ def hits_by_chunk(req: Any, state: LinkedRequest | None) -> dict[str, str]:
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     """After `Scheduler.get_internal_state`: add the counts of the host tier and storage."""
-    if admission_of(scheduler) is not None:
-        tree = scheduler.tree_cache.store.tree
-        for name, report in (("lazy_host", "host_report"), ("lazy_storage", "report")):
-            if hasattr(tree, report):
-                result.internal_state[name] = getattr(tree, report).numbers()
+    if admission_of(scheduler) is not None and (tiers := scheduler.tree_cache.tiers) is not None:
+        result.internal_state |= tiers.numbers()
     return result
 
 

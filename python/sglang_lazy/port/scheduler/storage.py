@@ -19,8 +19,7 @@ def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHi
     """
     if not scheduler.enable_hicache_storage:
         raise OperationError("there is no storage: servers have one with --hicache-storage-backend")
-    storage = _storage_of(scheduler)
-    if not (scheduler.tree_cache.clear_storage_backend() if storage is None else storage.clear()):
+    if not scheduler.tree_cache.clear_storage_backend():
         raise OperationError("the storage backend has not deleted everything, or cannot; the log may say why")
     return ClearHiCacheReqOutput(success=True)
 
@@ -28,8 +27,8 @@ def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHi
 def identify(flushed: bool, scheduler: Any, *_args: Any, **_kwargs: Any) -> bool:
     """After `Scheduler.flush_cache`: hash the model again, so that the next request need not wait for it. Not while its
     weights have left the memory."""
-    storage = _storage_of(scheduler) if flushed else None
-    if storage is not None and GPU_MEMORY_TYPE_WEIGHTS not in scheduler.weight_updater.offload_tags:
+    storage, offloaded = _storage_of(scheduler), scheduler.weight_updater.offload_tags
+    if flushed and storage is not None and GPU_MEMORY_TYPE_WEIGHTS not in offloaded:
         storage.identify()
     return flushed
 
@@ -38,14 +37,15 @@ def update_weights(result: Any, updater: Any, message: Any) -> Any:
     """After updates by `SchedulerWeightUpdaterManager`: without a flush, what is cached is not of these weights, and
     what they compute must not be stored under the name of those before."""
     storage = _storage_of(updater.scheduler)
-    if result is not None and not message.flush_cache and storage is not None:  # no result: it is postponed
+    if result is not None and not message.flush_cache and storage is not None:  # None: it is postponed
         storage.mix_weights()
     return result
 
 
 def _storage_of(scheduler: Any) -> ChunkStorage | None:
-    """The storage of chunks; None if there is none, or the server does not reuse chunks."""
-    return None if admission_of(scheduler) is None else scheduler.tree_cache.store.storage
+    if admission_of(scheduler) is None or scheduler.tree_cache.tiers is None:
+        return None
+    return scheduler.tree_cache.tiers.storage
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

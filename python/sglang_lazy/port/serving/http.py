@@ -25,7 +25,7 @@ from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.port.serving.streams import fail_before_stream
 from sglang_lazy.port.serving.typed import convert_sampling_params
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
-from sglang_lazy.serving.requests import chunk_limit, keep_apart, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.requests import chunk_limit, refuse_without_segments, salt_of, to_generate_args
 from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
@@ -36,7 +36,6 @@ class GenerateRequest(GenerateReqInput):
     """SGLang's `/generate` body with a prompt, or a batch of prompts, of segments."""
 
     segments: Any = None
-    cache_salt: Any = None
     link: Any = None
     chunk_separator: str | None = None
 
@@ -50,7 +49,7 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
     try:
         await check_body(request, GenerateRequest)
         obj.sampling_params = plain.sampling_params = convert_sampling_params(obj.sampling_params)
-        salt = salt_of(obj.cache_salt, request.headers)
+        obj.cache_salt = plain.cache_salt = salt_of(obj.cache_salt, request.headers)
         check_separator(obj.chunk_separator, obj.text)
         if obj.segments is None:
             limit = chunk_limit(obj.link, _manager().context_len)
@@ -59,10 +58,8 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
         elif obj.text is not None:
             raise ValueError("both segments and text are given: a prompt is one or the other")
         if obj.segments is None:
-            refuse_without_segments(obj.cache_salt, None if chosen_separator(obj.chunk_separator) else obj.link)
-            plain.extra_key = keep_apart(salt, obj.extra_key)
+            refuse_without_segments(None if chosen_separator(obj.chunk_separator) else obj.link)
         else:
-            obj.cache_salt = salt
             await in_thread(len(await request.body()), _take_segments, plain, obj)
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=_status(error))
@@ -85,6 +82,7 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
             raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
     segments = _with_tokens(obj.segments, obj.cache_salt, obj.link)
     args = to_generate_args(_manager(), segments, obj.cache_salt, obj.sampling_params, obj.link)
+    plain.cache_salt = None  # the layout carries it
     for field, value in args.items():
         setattr(plain, field, value)
 

@@ -22,11 +22,10 @@ def extend_protocol() -> None:
             model.model_rebuild(force=True)
 
 
-def usage_details(details: Any, count: int) -> Any:
-    """After `UsageProcessor._details_if_cached`: add the number of tokens reused from chunks."""
-    if details is not None and isinstance(count, CachedTokens):
-        details.chunk_tokens = count.chunk
-    return details
+def usage_details(_result: Any, details: Any, cached_tokens: Any = 0, **_counts: Any) -> None:
+    """After `PromptTokensDetails.__init__`: add how many of the cached tokens were reused from chunks."""
+    if isinstance(cached_tokens, CachedTokens):
+        details.chunk_tokens = cached_tokens.chunk
 
 
 def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:

@@ -51,5 +51,5 @@ def _names(obj: Any, layout: PromptLayout, input_ids: list[int]) -> list[Hashabl
     """Keys that identify each chunk's KV, as far as the HTTP process knows."""
     kind = get_policy(layout.link).preamble
     lead = input_ids[: layout.chunks[0][0]] if kind == "lead" else ()
-    namespace = (obj.extra_key, obj.lora_id, kind, *lead)
+    namespace = (obj.extra_key, obj.cache_salt, obj.lora_id, kind, *lead)
     return [(digest, hash(namespace)) for digest in digests(input_ids, layout.chunks)]

@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 _ROUTER = "a router of disaggregated servers names the peer with it"
+_SCORING = "scoring sets it, to positions of the prompt that it has built"
 _ENCODERS = "the server counts what it has sent to encoders"
 SERVER_FIELDS = {
     "lora_id": "the server looks it up by lora_path; another one is of no adapter, and ends the scheduler",
@@ -15,7 +16,9 @@ SERVER_FIELDS = {
     "external_trace_header": "the server reads it from the request's headers",
     "return_bytes": "internal, for generated images",
     "positional_embed_overrides": "tensors, which only Python can make",
-    "multi_item_delimiter_indices": "positions in the prompt that scoring has built",
+    "multi_item_delimiter_indices": _SCORING,
+    "token_indices_to_pool": _SCORING,
+    "decision_layout": _SCORING,
     "mm_hashes": "whoever names an image's hash names the KV that answers it, for all who send that image",
     "bootstrap_host": _ROUTER,
     "bootstrap_port": _ROUTER,
@@ -25,7 +28,6 @@ SERVER_FIELDS = {
     "disagg_prefill_dp_rank": _ROUTER,
     "need_wait_for_mm_inputs": _ENCODERS,
     "num_items_assigned": _ENCODERS,
-    "mm_data_mooncake": _ENCODERS,
     "encoder_urls": _ENCODERS,
 }
 """By field of a request, why no client may set it. Python may: `Engine` serves its own process."""

@@ -59,6 +59,7 @@ def new_request(obj: Any, rid: str, input_ids: list[int], sampling_params: dict[
         input_ids=list(input_ids),
         sampling_params=sampling_params,
         extra_key=obj.extra_key,
+        cache_salt=obj.cache_salt,
         lora_path=obj.lora_path,
         custom_logit_processor=obj.custom_logit_processor,
         require_reasoning=obj.require_reasoning,

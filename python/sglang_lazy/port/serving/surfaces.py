@@ -54,5 +54,6 @@ HOOKS = (
         messages.convert_messages,
         "AROUND",
     ),
+    Hook(f"{_OPENAI}.protocol.PromptTokensDetails.__init__", protocol.usage_details, "AFTER"),
     Hook(f"{_OPENAI}.utils.cached_tokens_details_from_dict", protocol.cached_tokens_details, "AFTER"),
 )

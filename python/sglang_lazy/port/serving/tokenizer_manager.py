@@ -9,7 +9,7 @@ from sglang_lazy.port.serving.malformed import check_one, reading
 from sglang_lazy.port.serving.ranks import choose_rank, learned
 from sglang_lazy.port.serving.shadow import shadow_of
 from sglang_lazy.port.serving.streams import announce, with_logprobs
-from sglang_lazy.serving.requests import check_request, keep_apart, layout_of
+from sglang_lazy.serving.requests import check_request, layout_of
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
@@ -48,9 +48,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     """Before `TokenizerManager._validate_one_request`, which checks every request: refuse requests that would crash the
     scheduler, such as empty prompts, and check prompts with a layout.
 
-    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Puts the
-    cache salt into the request's `extra_key`, so that it separates whole prompts, and chooses the prompt's
-    data-parallel rank.
+    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Gives the
+    layout's cache salt to SGLang, which separates whole prompts by it, and chooses the prompt's data-parallel rank.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
@@ -59,8 +58,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
         return  # refused next, whatever else may be wrong
     check_one(obj, manager.model_config.vocab_size)
     layout = layout_of(obj)
-    if hasattr(obj, "extra_key"):
-        obj.extra_key = keep_apart(layout and layout.cache_salt, obj.extra_key)
+    if layout is not None:
+        obj.cache_salt = layout.cache_salt or obj.cache_salt
     if layout is None or input_ids is None or not get_policy(layout.link).reuses:
         return
     if not layout.chunks:

@@ -18,12 +18,14 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 from sglang_lazy.core.names import check_name
 from sglang_lazy.port.serving.server_fields import INTERNAL_PARAMS
 
-_NAMES = ("rid", "session_id", "conversation_id", "routing_key", "lora_path")
+_NAMES = ("rid", "session_id", "conversation_id", "routing_key", "lora_path", "extra_key", "cache_salt")
 """Fields with a name, or one for each prompt of a batch."""
 _PROMPT = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data"}
 """Fields that are not converted: they may be long, and are read before a request leaves this process."""
-_OWN_CHECKS = _PROMPT | {"sampling_params", "session_params", "extra_key"}
-"""Fields that are checked elsewhere: the last one by `keep_apart`."""
+_OWN_CHECKS = _PROMPT | {"sampling_params", "session_params"}
+"""Fields that are checked elsewhere."""
+_NEVER_EMPTY = ("rid", "cache_salt")
+"""Names that, empty, would be used, or leave a tenant in everybody's namespace. Others are none then."""
 
 
 class _Fields(NamedTuple):
@@ -62,7 +64,7 @@ def convert_request(obj: Any) -> None:
     for name in _NAMES:
         value = vars(obj).get(name)
         for one in value if isinstance(value, list) else (value,):
-            if one or name == "rid" and one is not None:  # an empty name is none, but an empty id would be used
+            if one or name in _NEVER_EMPTY and one is not None:
                 check_name(name, one)
     if getattr(obj, "session_params", None) is not None:
         obj.session_params = _converted("session_params", obj.session_params, _SESSION)
