@@ -47,6 +47,7 @@ from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.pools import WindowSlots
+from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.images import order_images
 
 
@@ -84,7 +85,7 @@ class CompositeCache:
     windows: Windows | None
     window_slots: WindowSlots | None
     mirror: Mirror
-    tiers: Any
+    tiers: Tiers | None
     events: Any
     admission: Any
 
@@ -357,7 +358,10 @@ class CompositeCache:
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Use storage no more; returns whether that succeeded, and a message, as SGLang does. No request may run."""
-        return (True, "there was no storage") if self.tiers is None else self.tiers.detach_storage()
+        if self.tiers is None or self.tiers.storage is None:
+            return True, "there was no storage"
+        self.tiers.detach()
+        return True, "chunks are neither stored nor fetched until the server is started again"
 
     def clear_storage_backend(self) -> bool:
         """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks."""

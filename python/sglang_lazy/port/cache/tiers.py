@@ -20,36 +20,47 @@ _MIN_HITS = {"write_through": 0, "write_through_selective": 2}
 
 
 class Tiers:
-    """The host tier of a chunk store, and its storage, if any.
+    """The host tier of a chunk store, and storage below it.
 
-    transfers: the copies between device and host.  report: of the host tier.  watchers: who is told of its copies.
+    host, transfers: the host tier, and its copies.  report: what it counts.
+    storage: None without.
+    watchers: told of what happens on the host.
     """
 
-    def __init__(self, store: ChunkStore, host: HostKV, transfers: Transfers, report: HostReport, watchers: Watchers):
-        self.host, self.transfers, self.report, self.watchers = host, transfers, report, watchers
-        self.storage: ChunkStorage | None = None
+    def __init__(self, store: ChunkStore, kv: Any, order: Order, share: float, params: Any, report: HostReport):
+        """Attach a host tier to `store`.
+
+        kv: SGLang's pool of the device.  order: of eviction.  params: SGLang's, of a cache.
+        share: of the host memory that SGLang's flags give.
+        """
+        layers = [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
+        memory = HostMemory(layers, _num_slots(layers, store.device.size, share))
+        self.agree = smallest_among(params)
+        self.report, self.watchers = report, Watchers(report)
+        self.transfers = Transfers(memory)
+        self.host = store.host = HostKV(
+            store.tree,
+            store.device,
+            memory,
+            self.transfers,
+            order,
+            min_hits=_MIN_HITS[get_memory().hicache_write_policy],
+            agree=self.agree,
+            watcher=self.watchers,
+        )
+        store.tree.parts += (self.host,)
         self._store = store
-        store.host = host
-        store.tree.parts += (host,)
+        self.storage: ChunkStorage | None = None
 
     def connect(self, storage: ChunkStorage) -> None:
-        """Use storage from now on."""
+        """Use storage below the host."""
         self.storage = self._store.storage = storage
         self.watchers.each.append(storage)
 
-    def detach_storage(self) -> tuple[bool, str]:
-        """Use storage no more; returns whether that succeeded, and a message, as SGLang does."""
-        if self.storage is None:
-            return True, "there was no storage"
-        self.storage.detach()
-        return True, "chunks are neither stored nor fetched until the server is started again"
-
-    def numbers(self) -> dict[str, dict[str, int]]:
-        """What has happened since the start, for the server's state."""
-        numbers = {"lazy_host": self.report.numbers()}
+    def detach(self) -> None:
+        """Use storage no more. No request may run."""
         if self.storage is not None:
-            numbers["lazy_storage"] = self.storage.report.numbers()
-        return numbers
+            self.storage.detach()
 
     @property
     def is_copying(self) -> bool:
@@ -67,34 +78,16 @@ class Tiers:
         self.host.finish()
 
     def stop(self) -> None:
-        """End what is under way: the tree is emptied next."""
+        """End what is under way in storage: the tree is emptied next."""
         if self.storage is not None:
             self.storage.reset()
 
-
-def new_tiers(store: ChunkStore, kv: Any, order: Order, share: float, params: Any, collector: Any) -> Tiers:
-    """Attach a host tier to a store.
-
-    kv: SGLang's pool of the device.  order: of eviction.
-    share: of the host memory that SGLang's flags give.  params: SGLang's, of a cache.
-    collector: SGLang's, of its cache's metrics; None if metrics are off.
-    """
-    layers = [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
-    memory = HostMemory(layers, _num_slots(layers, store.device.size, share))
-    transfers = Transfers(memory)
-    report = HostReport() if collector is None else HostReport.measured(collector)
-    watchers = Watchers(report)
-    host = HostKV(
-        store.tree,
-        store.device,
-        memory,
-        transfers,
-        order,
-        min_hits=_MIN_HITS[get_memory().hicache_write_policy],
-        agree=smallest_among(params),
-        watcher=watchers,
-    )
-    return Tiers(store, host, transfers, report, watchers)
+    def numbers(self) -> dict[str, dict[str, int]]:
+        """What the tiers count, as the server's state reports it."""
+        numbers = {"lazy_host": self.report.numbers()}
+        if self.storage is not None:
+            numbers["lazy_storage"] = self.storage.report.numbers()
+        return numbers
 
 
 def _num_slots(layers: Any, device_size: int, share: float) -> int:
