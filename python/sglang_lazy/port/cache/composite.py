@@ -46,6 +46,7 @@ from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
+from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.pools import WindowSlots
 from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.images import order_images
@@ -86,7 +87,7 @@ class CompositeCache:
     window_slots: WindowSlots | None
     mirror: Mirror
     tiers: Tiers | None
-    events: Any
+    events: BlockEvents | None
     admission: Any
 
     def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], window_slots: WindowSlots | None = None):
