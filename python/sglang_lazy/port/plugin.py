@@ -71,6 +71,7 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
+        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -95,6 +96,7 @@ def install() -> None:
         schedule_policy,
         lora,
         memory,
+        storage,
         comb,
         comb_lora,
         model_runner,
