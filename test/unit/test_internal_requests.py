@@ -1,6 +1,5 @@
 """Fills and probes: they end when nobody waits for them, and cost users' requests no place and no count."""
 
-
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT

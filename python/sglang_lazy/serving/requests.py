@@ -227,6 +227,8 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
+    if (obj.sampling_params.get("beam_width") or 1) > 1:
+        raise ValueError("a prompt with chunks cannot be combined with beam search (beam_width)")
     chunks_end = layout.chunks[-1][1]
     start = getattr(obj, "logprob_start_len", None)
     if getattr(obj, "return_logprob", False) and start is not None and 0 <= start < chunks_end:

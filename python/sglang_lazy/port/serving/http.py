@@ -36,6 +36,7 @@ class GenerateRequest(GenerateReqInput):
     """SGLang's `/generate` body with a prompt, or a batch of prompts, of segments."""
 
     segments: Any = None
+    cache_salt: Any = None  # null for some prompts of a batch
     link: Any = None
     chunk_separator: str | None = None
 
