@@ -117,7 +117,7 @@ def test_nothing_is_done_to_what_is_not_given():
 @pytest.mark.parametrize("kind", [GenerateReqInput, EmbeddingReqInput])
 def test_every_field_is_converted_or_read_by_a_check_of_its_own(kind):
     """No value is of a type that no field has, so every field refuses it but these: of any type, or read elsewhere."""
-    prompts = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data"}
+    prompts = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data", "watermark"}
     of_any_type = {"positional_embed_overrides", "embed_overrides"}
     accepted = set()
     for field in dataclasses.fields(kind):

@@ -250,9 +250,7 @@ def test_a_prompt_with_chunks_is_not_truncated():
         check(request(input_ids=list(range(40))), server)
 
 
-def test_fields_for_segments_need_segments():
-    refuse_without_segments(None, None)
-    with pytest.raises(ValueError, match="cache_salt needs a prompt given as segments"):
-        refuse_without_segments("a", None)
+def test_a_link_needs_segments():
+    refuse_without_segments(None)
     with pytest.raises(ValueError, match="link needs a prompt given as segments"):
-        refuse_without_segments(None, "full")
+        refuse_without_segments("full")

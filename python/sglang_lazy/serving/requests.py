@@ -145,6 +145,13 @@ def check_cache_salt(cache_salt: Any) -> str | None:
     return None if cache_salt is None else check_name("cache_salt", cache_salt)
 
 
+def check_salts(salts: Any) -> Any:
+    """`salts` if it is a name or None, or a list of such for a batch, else ValueError."""
+    for salt in salts if isinstance(salts, list) else [salts]:
+        check_cache_salt(salt)
+    return salts
+
+
 def salt_in(headers: Any) -> str | None:
     """The salt in a request's headers (Starlette's), None without one.
 

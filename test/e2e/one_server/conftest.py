@@ -18,7 +18,7 @@ def server_flags(tiny_model) -> list[str]:
         "512",
         *device_flags(),
     ]
-    flags += ["--enable-cache-report", "--decode-log-interval", "1", "--random-seed", "1"]
+    flags += ["--enable-cache-report", "--enable-response-store", "--decode-log-interval", "1", "--random-seed", "1"]
     # The default on a CPU; a random model might write blanks for ever.
     flags += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace"]
     return [*flags, "--sleep-on-idle"]  # leaves the cores of a small machine to other servers

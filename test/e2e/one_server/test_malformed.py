@@ -87,7 +87,6 @@ CASES = {
     "an infinite bias": ("/generate", sampling(logit_bias={"20": 1e308}), "logit_bias must have values from"),
     # Expressions
     "half a stop_regex": ("/generate", sampling(stop_regex="("), "the request is malformed: error: missing )"),
-    "a deep stop_regex": ("/v1/completions", {**COMPLETION, "stop_regex": "(" * 250}, "RecursionError"),
     # Routes without chunks
     "no parameter of Vertex AI's": (
         "/vertex_generate",

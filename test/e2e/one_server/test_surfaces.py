@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+import torch
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
 from served import TOLERANCE
 from transformers import AutoTokenizer
@@ -556,13 +557,17 @@ def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_m
 
 
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+SYNCHRONIZES = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="there is no GPU to synchronize, as SGLang does wherever PyTorch is built for one",
+)
 
 
 @pytest.mark.parametrize(
     ("mode", "path", "status"),
     [
         ("retract", "/update_weights_from_disk", 200),
-        ("retract", "/release_memory_occupation", 200),
+        pytest.param("retract", "/release_memory_occupation", 200, marks=SYNCHRONIZES),
         ("retract", "/flush_cache?timeout=60", 200),
         ("in_place", "/update_weights_from_disk", 400),
         ("in_place", "/release_memory_occupation", 400),
@@ -581,11 +586,11 @@ def test_a_paused_server_is_emptied_or_says_why_not(generate, post, server, tiny
             assert post("/pause_generation", mode=mode).ok
             waiting = clients.submit(post, "/generate", **body)
             answer = post(path, **({"model_path": tiny_model} if "update" in path else {}))
-            assert answer.status_code == status, answer.text
-            if path == "/release_memory_occupation" and status == 200:
+            if path == "/release_memory_occupation" and answer.ok:
                 assert post("/resume_memory_occupation").ok
             assert post("/continue_generation").ok
             *_, last, done = lines
+        assert answer.status_code == status, answer.text
         assert done == b"[DONE]" and json.loads(last)["output_ids"] == expected
         assert waiting.result().json()["output_ids"] == expected
 

@@ -227,7 +227,13 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
 
 
 def capture_one_shape(
-    original: Callable, graph_runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None, *more: Any
+    original: Callable,
+    graph_runner: Any,
+    size: int,
+    forward: Any,
+    stream_idx: Any = None,
+    variant_label: Any = None,
+    *more: Any,
 ) -> None:
     """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape again for linked rows."""
     original(graph_runner, size, forward, stream_idx, variant_label, *more)

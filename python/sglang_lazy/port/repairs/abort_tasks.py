@@ -19,7 +19,8 @@ _BEGUN = "_sglang_lazy_begun"
 
 def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's states."""
-    setattr(obj, _BEGUN, {rid: manager.rid_to_state[rid] for rid in ([obj.rid] if obj.is_single else obj.rid)})
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    setattr(obj, _BEGUN, {rid: manager.rid_to_state[rid] for rid in rids})
 
 
 def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:

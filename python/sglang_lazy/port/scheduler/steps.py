@@ -224,9 +224,7 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     batch.tree_cache.admission.launch(batch)
     states = {req.kv.req_pool_idx: linked(req) for req in batch.reqs}
     chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
-    nodes = {
-        req.kv.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.kv.req_pool_idx]
-    }
+    nodes = {req.kv.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.kv.req_pool_idx]}
     ids = {row: [*map(batch.tree_cache.store.segment_id, chunks[row], ends)] for row, ends in nodes.items()}
     orders = {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes}
     table.assign(chunks, ids, orders)
