@@ -135,8 +135,10 @@ class RecordingPools(Pools):
         if not isinstance(namespace, Namespace):
             adapter = next((one for one in ADAPTERS if (namespace or "").endswith(one)), None)
             return ("text", (namespace, adapter), None, tokens)
+        place = (namespace.extra_key, namespace.adapter)
+        if namespace == namespace.leading:
+            return ("text", place, namespace.cache_salt, tokens)
         if namespace.kind == "chunk":
-            place = (namespace.extra_key, namespace.adapter)
             return ("chunk", place, namespace.cache_salt, (self.preambles[namespace.variant], tokens))
         place, salt, between, lens = self.paths[namespace]
         path = ()

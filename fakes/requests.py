@@ -62,8 +62,8 @@ def new_request(
 def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
     """The semantics. A kept token of a chunk depends on its chunk so far and on the preamble before the chunk, in any
     prompt. All other tokens are text and depend on the whole path so far: which text, and which tokens of which chunks.
-    Both are private to requests with the same adapter and extra_key and, from the first kept token on, the same salt.
-    The last token of a prompt is never kept.
+    Both are private to requests with the same adapter and extra_key and, in prompts with chunks, the same salt. The last
+    token of a prompt is never kept.
 
     kept: the kept ranges of each chunk.
     """
@@ -76,10 +76,10 @@ def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
     if starts:
         lead = tuple(ids[: layout.chunks[0][0]])
         preamble = {"none": (), "neutral": NEUTRAL_PREAMBLE, "lead": lead}[get_policy(layout.link).preamble]
-    contents, path, salt = [], (), None
+    linked = layout.chunks and get_policy(layout.link).reuses
+    contents, path, salt = [], (), layout.cache_salt if linked else None
     for position, token in enumerate(ids + req.future):
         if position in starts:
-            salt = layout.cache_salt
             chunk_so_far = (preamble, tuple(ids[starts[position] : position + 1]))
             path += (chunk_so_far,)
             contents.append(("chunk", place, salt, chunk_so_far))
@@ -95,7 +95,8 @@ def contents_of_fill(fill: Fill, lora_id: str | None) -> list[tuple]:
     lora_id: the adapter of the fill.
     """
     preamble, place = tuple(fill.preamble), (fill.owner.extra_key, lora_id)
-    contents = [("text", place, None, preamble[: i + 1]) for i in range(len(preamble))]
+    salt = fill.chunks[0].key.namespace.cache_salt
+    contents = [("text", place, salt, preamble[: i + 1]) for i in range(len(preamble))]
     for chunk in fill.chunks:
         namespace, tokens = chunk.key.namespace, tuple(chunk.tokens)
         tenant = ((namespace.extra_key, lora_id), namespace.cache_salt)

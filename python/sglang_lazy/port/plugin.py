@@ -53,12 +53,10 @@ def install() -> None:
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, logprobs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
-        aborts,
         adapters,
         auth,
         logs,
         operators,
-        sent_logprobs,
         sessions,
         stored_responses,
     )
@@ -82,11 +80,9 @@ def install() -> None:
     modules = (
         cpu,
         abort_tasks,
-        aborts,
         adapters,
         auth,
         logs,
-        sent_logprobs,
         operators,
         sessions,
         stored_responses,

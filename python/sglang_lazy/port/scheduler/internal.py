@@ -24,5 +24,14 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     return original(scheduler, running_batch, last_batch)
 
 
+def send_abort_output(send: Callable, scheduler: Any, message: Any, req: Any) -> None:
+    """Around `Scheduler.send_abort_output`: no client is to be told of an internal request."""
+    if not is_internal(req):
+        send(scheduler, message, req)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),)
+HOOKS = (
+    Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
+    Hook(f"{_SCHEDULER}.send_abort_output", send_abort_output, "AROUND"),
+)
