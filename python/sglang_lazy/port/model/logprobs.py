@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 
 def as_tensors(found: tuple[list, list], *_args: Any, no_copy_to_cpu: bool = False) -> tuple[list, list] | None:
@@ -16,4 +16,12 @@ def as_tensors(found: tuple[list, list], *_args: Any, no_copy_to_cpu: bool = Fal
     return ([torch.as_tensor(value) for value in values], ids) if no_copy_to_cpu else None
 
 
-HOOKS = (Hook("sglang.srt.layers.logprob_processor.get_token_ids_logprobs", as_tensors, "AFTER"),)
+HOOKS = (
+    repair(
+        "sglang.srt.layers.logprob_processor.get_token_ids_logprobs",
+        as_tensors,
+        "AFTER",
+        "batches in which only some requests ask for token_ids_logprob",
+        "SGLang returns tensors for the others, too",
+    ),
+)

@@ -21,7 +21,7 @@ from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.facts import flags_of, tp_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
@@ -231,8 +231,30 @@ def layer_time(runner: Any, num_tokens: int) -> float:
 
 _RUNNERS = "sglang.srt.model_executor.runner"
 HOOKS = (
-    Hook("sglang.srt.configs.model_config.ModelConfig.from_server_args", keep_all_tokens, "AFTER"),
-    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward_batch_generation, "AROUND"),
-    Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", init_new, "AFTER"),
-    Hook(f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph", can_run_prefill_graph, "AROUND"),
+    feature(
+        "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+        keep_all_tokens,
+        "AFTER",
+        "window layers keep the KV of all tokens where one pool serves all layers",
+    ),
+    required(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        forward_batch_generation,
+        "AROUND",
+        "scheduler",
+        "forward passes know the linked rows of their batch",
+    ),
+    required(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        init_new,
+        "AFTER",
+        "scheduler",
+        "tokens of linked rows have their own positions",
+    ),
+    feature(
+        f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        can_run_prefill_graph,
+        "AROUND",
+        "batches that prefill graphs do not fit run without",
+    ),
 )

@@ -20,7 +20,7 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.state import as_linked, linked
 from sglang_lazy.port.facts import tp_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import KeysStored
 
 _MEASURES: dict[Measure, Callable] = {"deviation": measure_deviation, "key size": measure_key_size}
@@ -58,4 +58,11 @@ def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any
         return LogitsProcessorOutput(next_token_logits=None)
 
 
-HOOKS = (Hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute", end_at_keys, "AROUND"),)
+HOOKS = (
+    feature(
+        "sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute",
+        end_at_keys,
+        "AROUND",
+        "passes of probes that end at the keys of a layer",
+    ),
+)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 
 def tell(send: Callable, sender: Any, output: Any, source: Any = None) -> None:
@@ -26,4 +26,12 @@ def tell(send: Callable, sender: Any, output: Any, source: Any = None) -> None:
     send(sender, output, source)
 
 
-HOOKS = (Hook("sglang.srt.managers.scheduler_components.output_sender.SenderWrapper.send_output", tell, "AROUND"),)
+HOOKS = (
+    repair(
+        "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper.send_output",
+        tell,
+        "AROUND",
+        "aborted requests answer with several tokenizer workers",
+        "`SenderWrapper.send_output` takes the address from requests",
+    ),
+)

@@ -8,7 +8,7 @@ Can go once the reported log-probabilities are counted like the reported tokens.
 
 from typing import Any
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 
 def send_first(_result: Any, batch: Any) -> None:
@@ -19,4 +19,12 @@ def send_first(_result: Any, batch: Any) -> None:
                 req.send_output_token_logprobs_offset = 0
 
 
-HOOKS = (Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", send_first, "AFTER"),)
+HOOKS = (
+    repair(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        send_first,
+        "AFTER",
+        "answers of preempted requests have all log-probabilities",
+        "SGLang counts reported log-probabilities like tokens",
+    ),
+)

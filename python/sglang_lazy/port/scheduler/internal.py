@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import required
 from sglang_lazy.port.scheduler.steps import admission_of
 
 
@@ -25,4 +25,12 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),)
+HOOKS = (
+    required(
+        f"{_SCHEDULER}.get_next_batch_to_run",
+        get_next_batch_to_run,
+        "AROUND",
+        "scheduler",
+        "fills and probes end after their prefill",
+    ),
+)
