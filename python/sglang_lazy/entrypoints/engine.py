@@ -39,11 +39,7 @@ class Engine(ChunkMethods, engine.Engine):
             raise ValueError("an engine tokenizes in this process: tokenizer_worker_num must be 1")
         check_start(config, server_args)
         super().__init__(server_args=server_args)
-        try:
-            self.loop.run_until_complete(selftest.check(self.tokenizer_manager, "tokenizer"))
-        except RuntimeError:
-            self.shutdown()
-            raise
+        selftest.of_engine(self)
 
     def generate(
         self, *args: Any, segments: Any = None, cache_salt: Any = None, link: Any = None, **kwargs: Any

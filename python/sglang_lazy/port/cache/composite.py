@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_lazy.cache.device import WindowMemory
 from sglang_lazy.cache.mirror import Mirror, evict_older
@@ -46,6 +47,7 @@ from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.pools import WindowSlots
+from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.images import order_images
 
 
@@ -83,7 +85,7 @@ class CompositeCache:
     windows: Windows | None
     window_slots: WindowSlots | None
     mirror: Mirror
-    tiers: Any
+    tiers: Tiers | None
     events: Any
     admission: Any
 
@@ -159,7 +161,7 @@ class CompositeCache:
         if (state := linked(req)) is not None:
             if not state.recomputes:
                 between_pieces = not req.finished() and req.inflight_middle_chunks > 0
-                num_lost = 0 if self.windows is None else req.kv.swa_evicted_seqlen
+                num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
                 self.rows.publish(req, up_to, between_pieces, num_lost)
                 req.kv.cache_protected_len = up_to
         elif fill_of(req) is None:
@@ -356,7 +358,10 @@ class CompositeCache:
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Use storage no more; returns whether that succeeded, and a message, as SGLang does. No request may run."""
-        return (True, "there was no storage") if self.tiers is None else self.tiers.detach_storage()
+        if self.tiers is None or self.tiers.storage is None:
+            return True, "there was no storage"
+        self.tiers.detach()
+        return True, "chunks are neither stored nor fetched until the server is started again"
 
     def clear_storage_backend(self) -> bool:
         """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks."""

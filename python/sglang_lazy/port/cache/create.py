@@ -17,8 +17,10 @@ from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.cache.connect import connect_storage
 from sglang_lazy.port.cache.pools import OneTree, Pool, WindowSlots
-from sglang_lazy.port.cache.tiers import new_tiers
+from sglang_lazy.port.cache.tier_report import HostReport
+from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.comb import chunk_pool_of
 
 
@@ -43,8 +45,14 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         cache.rows = RowCache(store, params.req_to_token_pool, tree, device)
     if context.enable_hierarchical_cache:
         kv = slots.get_kvcache() if pool is None else pool.kv
-        cache.tiers = new_tiers(cache.store, kv, order, share, params)
-        table_of(params.req_to_token_pool).loads = cache.tiers.transfers
+        collector = plain.metrics_collector
+        report = HostReport() if collector is None else HostReport.measured(collector)
+        cache.tiers = tiers = Tiers(cache.store, kv, order, share, params, report)
+        table_of(params.req_to_token_pool).loads = tiers.transfers
+        args = context.server_args
+        if get_memory().hicache_storage_backend is not None:
+            storage = connect_storage(cache.store, tiers.host, tiers.agree, args, runner, params.enable_metrics)
+            tiers.connect(storage)
     return cache
 
 

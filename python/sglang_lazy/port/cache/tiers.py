@@ -7,23 +7,60 @@ import torch
 from sglang.srt.runtime_context import get_memory
 
 from sglang_lazy.cache.host import HostKV
+from sglang_lazy.cache.host_copy import Watchers
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.node import Order
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.port.cache.storage import ChunkStorage
+from sglang_lazy.port.cache.tier_report import HostReport
 
 _MIN_HITS = {"write_through": 0, "write_through_selective": 2}
 """By SGLang's names: how often a chunk must have been used to be copied to the host."""
 
 
 class Tiers:
-    """The host tier of a chunk store, and its storage, if any.  transfers: the copies between device and host."""
+    """The host tier of a chunk store, and storage below it.
 
-    def __init__(self, store: ChunkStore, host: HostKV, transfers: Transfers):
-        self.host, self.transfers = host, transfers
-        self.storage: Any = None
-        store.host = host
-        store.tree.parts += (host,)
+    host, transfers: the host tier, and its copies.  report: what it counts.
+    storage: None without.
+    watchers: told of what happens on the host.
+    """
+
+    def __init__(self, store: ChunkStore, kv: Any, order: Order, share: float, params: Any, report: HostReport):
+        """Attach a host tier to `store`.
+
+        kv: SGLang's pool of the device.  order: of eviction.  params: SGLang's, of a cache.
+        share: of the host memory that SGLang's flags give.
+        """
+        layers = [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
+        memory = HostMemory(layers, _num_slots(layers, store.device.size, share))
+        self.agree = smallest_among(params)
+        self.report, self.watchers = report, Watchers(report)
+        self.transfers = Transfers(memory)
+        self.host = store.host = HostKV(
+            store.tree,
+            store.device,
+            memory,
+            self.transfers,
+            order,
+            min_hits=_MIN_HITS[get_memory().hicache_write_policy],
+            agree=self.agree,
+            watcher=self.watchers,
+        )
+        store.tree.parts += (self.host,)
+        self._store = store
+        self.storage: ChunkStorage | None = None
+
+    def connect(self, storage: ChunkStorage) -> None:
+        """Use storage below the host."""
+        self.storage = self._store.storage = storage
+        self.watchers.each.append(storage)
+
+    def detach(self) -> None:
+        """Use storage no more. No request may run."""
+        if self.storage is not None:
+            self.storage.detach()
 
     @property
     def is_copying(self) -> bool:
@@ -41,30 +78,16 @@ class Tiers:
         self.host.finish()
 
     def stop(self) -> None:
-        """End what is under way: the tree is emptied next."""
+        """End what is under way in storage: the tree is emptied next."""
         if self.storage is not None:
             self.storage.reset()
 
-
-def new_tiers(store: ChunkStore, kv: Any, order: Order, share: float, params: Any) -> Tiers:
-    """Attach a host tier to a store.
-
-    kv: SGLang's pool of the device.  order: of eviction.
-    share: of the host memory that SGLang's flags give.  params: SGLang's, of a cache.
-    """
-    layers = [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
-    memory = HostMemory(layers, _num_slots(layers, store.device.size, share))
-    transfers = Transfers(memory)
-    host = HostKV(
-        store.tree,
-        store.device,
-        memory,
-        transfers,
-        order,
-        min_hits=_MIN_HITS[get_memory().hicache_write_policy],
-        agree=smallest_among(params),
-    )
-    return Tiers(store, host, transfers)
+    def numbers(self) -> dict[str, dict[str, int]]:
+        """What the tiers count, as the server's state reports it."""
+        numbers = {"lazy_host": self.report.numbers()}
+        if self.storage is not None:
+            numbers["lazy_storage"] = self.storage.report.numbers()
+        return numbers
 
 
 def _num_slots(layers: Any, device_size: int, share: float) -> int:

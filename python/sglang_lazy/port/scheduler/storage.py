@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
+from sglang_lazy.port.cache.storage import ChunkStorage
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.scheduler.steps import admission_of
@@ -41,7 +42,7 @@ def update_weights(result: Any, updater: Any, message: Any) -> Any:
     return result
 
 
-def _storage_of(scheduler: Any) -> Any:
+def _storage_of(scheduler: Any) -> ChunkStorage | None:
     if admission_of(scheduler) is None or scheduler.tree_cache.tiers is None:
         return None
     return scheduler.tree_cache.tiers.storage

@@ -25,6 +25,15 @@ async def of_server(_disaggregation_mode: str, manager: Any) -> None:
     await check(manager, "http", "tokenizer")
 
 
+def of_engine(engine: Any) -> None:
+    """Once an `Engine` is up. Ends it if that raises RuntimeError."""
+    try:
+        engine.loop.run_until_complete(check(engine.tokenizer_manager, "tokenizer"))
+    except RuntimeError:
+        engine.shutdown()
+        raise
+
+
 async def check(manager: Any, *processes: hooks.Process) -> None:
     """Serve a tiny prompt. With the fallback, do nothing: SGLang may serve alone.
 

@@ -1,0 +1,204 @@
+"""Serves chunks from a tree with a host tier and storage below it, without a scheduler."""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fakes.host_tree import Tree, check
+from fakes.storage import Storage
+from sglang_lazy.cache.node import Node
+from sglang_lazy.cache.parts import Watcher
+from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.core.keys import ChunkKey, Namespace, as_int32, chunk_key
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.storage import ChunkStorage, Patience
+from sglang_lazy.port.cache.tier_report import StorageReport
+
+A, B, C, D = (range(i, i + 4) for i in (1, 5, 9, 12))
+PATIENCE = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
+
+
+def chunk_of(tokens: Iterable[int], **namespace: Any) -> ChunkSlice:
+    ids = array("q", tokens)
+    key = chunk_key(as_int32(ids), Namespace(**{"kind": "chunk", "extra_key": None, "cache_salt": None, **namespace}))
+    return ChunkSlice(key, 0, ids, 0, len(ids), ((0, len(ids)),))
+
+
+class Chunks(Watcher):
+    """What storage asks of the chunk store."""
+
+    def __init__(self, tree: Tree):
+        self._tree, tree.watcher = tree, self
+        self.reset()
+
+    def reset(self) -> None:
+        self.fetching: dict[ChunkKey, Any] = {}
+        self._by_node: dict[int, CachedChunk] = {}
+
+    @property
+    def catalog(self) -> list[CachedChunk]:
+        return [*self._by_node.values()]
+
+    def find(self, chunk: ChunkSlice) -> Node | None:
+        node = self._tree.end_of(chunk.tokens, chunk.key.namespace)
+        if node is not None:
+            self.adopt(chunk, node)
+        return node
+
+    def chunk_at(self, node: Node) -> CachedChunk | None:
+        return self._by_node.get(node.id)
+
+    def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
+        new = CachedChunk(chunk.key, node, chunk.num_tokens, 0, None, 0, 0.0)
+        return self._by_node.setdefault(node.id, new)
+
+    def gone(self, node: Node) -> None:
+        self._by_node.pop(node.id, None)
+
+
+class Prompt(NamedTuple):
+    """What a prompt refers to, and what storage was asked for when it came."""
+
+    chunks: list[ChunkSlice]
+    fetched: list[bool]
+
+
+class Server:
+    """Everything is checked after each step.
+
+    slow: whether steps are taken while storage has not answered.  now: the time.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        size: int = 60,
+        host_size: int = 120,
+        min_hits: int = 0,
+        patience: Patience = PATIENCE,
+        agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
+        **weights: bytes | None,
+    ):
+        self.tree = Tree(size, host_size, min_hits=min_hits, agree=agree)
+        self.chunks, self.slow, self.now = Chunks(self.tree), False, 0.0
+        self.report, self.weights = StorageReport(token_size=1), {None: weights.pop("model", b"model"), **weights}
+        objects = ChunkObjects(TensorBackend(storage), self.tree.memory)
+        self.identified: list[str | None] = []
+        self.storage = ChunkStorage(
+            self.chunks, self.tree.host, objects, self._identity, agree, self.report, patience, lambda: self.now
+        )
+        self.tree.watchers.each.append(self.storage)
+
+    def _identity(self, adapter: str | None) -> bytes | None:
+        self.identified.append(adapter)
+        return self.weights[adapter]
+
+    def ask(self, *texts: Iterable[int], **namespace: Any) -> Prompt:
+        """A prompt comes."""
+        chunks = [chunk_of(tokens, **namespace) for tokens in texts]
+        return Prompt(chunks, [self.chunks.find(chunk) is None and self.storage.fetch(chunk) for chunk in chunks])
+
+    def states(self, prompt: Prompt) -> list[str | None]:
+        """Where each chunk is now."""
+        return list(map(self._state, prompt.chunks))
+
+    def _state(self, chunk: ChunkSlice) -> str | None:
+        if (node := self.chunks.find(chunk)) is None:
+            return "on its way" if chunk.key in self.chunks.fetching else None
+        return "host" if node.slots is None else "device"
+
+    def answer(self, prompt: Prompt) -> list[str | None]:
+        """Compute a prompt once nothing is waited for; returns where each chunk was."""
+        deadline = time.monotonic() + 60
+        while "on its way" in self.states(prompt):
+            assert time.monotonic() < deadline, "it hangs"
+            self.step()
+        found = [
+            "storage" if state == "host" and fetched else state
+            for state, fetched in zip(self.states(prompt), prompt.fetched, strict=True)
+        ]
+        self.compute(prompt.chunks)
+        self.settle()
+        return found
+
+    def compute(self, chunks: Sequence[ChunkSlice]) -> None:
+        """Have chunks on the device, and begin to copy them."""
+        nodes = []
+        for chunk in chunks:
+            if (node := self.chunks.find(chunk)) is None:
+                node = self.tree.compute(chunk.tokens, chunk.key.namespace)
+                self.chunks.adopt(chunk, node)
+            else:
+                assert node.slots is not None or self.tree.host.load([node])
+                self.tree.use(node, 0)
+            self.tree.lock(node)
+            nodes.append(node)
+        for node in nodes:
+            self.tree.unlock(node)
+        self.tree.host.back_up(nodes)
+        self.storage.back_up(nodes)
+
+    def settle(self) -> None:
+        """Step until nothing is being copied."""
+        self.step()
+        while self.tree.host.is_copying:
+            self.step()
+
+    def step(self) -> None:
+        if not self.slow and self.storage.objects is not None:
+            _finish(self.storage.objects)
+        self.tree.host.poll()
+        self.storage.poll()
+        self.check()
+
+    def check(self) -> None:
+        check(self.tree, [fetch.slots for fetch in self.storage.fetches])
+
+    def served(self, *texts: Iterable[int], **namespace: Any) -> list[str | None]:
+        return self.answer(self.ask(*texts, **namespace))
+
+    def warm(self, *texts: Iterable[int]) -> None:
+        """Have chunks on the device, the host and in storage."""
+        for tokens in texts:
+            self.served(tokens)
+        self.step()
+
+    def evict(self) -> None:
+        """Empty the device."""
+        self.tree.evict(self.tree.num_evictable)
+
+    def flush(self) -> None:
+        self.storage.reset()
+        self.tree.reset()
+        self.tree.allocator.clear()
+        self.chunks.reset()
+        self.check()
+
+    def numbers(self) -> dict[str, int]:
+        return self.report.numbers()
+
+    @property
+    def num_protected(self) -> int:
+        """Tokens whose copies storage keeps."""
+        return sum(len(node) for node in self.tree.nodes() if node.host is not None and node.host.readers)
+
+
+def storage_with(*texts: Iterable[int], storage: Storage | None = None) -> Storage:
+    """Storage (a new one by default) in which an earlier server has left these chunks."""
+    storage = storage or Storage()
+    server = Server(storage)
+    server.warm(*texts)
+    server.flush()
+    return storage
+
+
+def _finish(objects: ChunkObjects) -> None:
+    """Wait for all calls. A flush would cancel some once one has failed."""
+    deadline = time.monotonic() + 60
+    while any(calls.num_ended < len(calls) for calls in (objects.written, objects.read)):
+        assert time.monotonic() < deadline, "storage does not answer"
+        time.sleep(1e-4)
