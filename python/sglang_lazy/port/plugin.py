@@ -50,7 +50,7 @@ def install() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, logprobs, model_runner, probing
+    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         aborts,
@@ -99,7 +99,6 @@ def install() -> None:
         comb_lora,
         model_runner,
         graphs,
-        logprobs,
         probing,
         surfaces,
         malformed,

@@ -29,7 +29,6 @@ def _retract_chunked(scheduler: Any) -> bool:
         return False
     retract_all(
         reqs=[req],
-        server_args=scheduler.server_args,
         req_to_token_pool=scheduler.req_to_token_pool,
         token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
         tree_cache=scheduler.tree_cache,

@@ -197,10 +197,9 @@ def get_new_batch_prefill_raw(
         running_batch.batch_is_full = False  # nothing else would clear it before another request ends
     admission.gave_back = False
     admission.left_out_adapters.clear()
-    largest = scheduler.max_prefill_bs
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
-    if batch is not None:
-        scheduler.max_prefill_bs = max(largest, sum(not is_internal(req) for req in batch.reqs))
+    if batch is not None and prefill_delayer_single_pass is not None:
+        _count_users_only(prefill_delayer_single_pass, sum(map(is_internal, batch.reqs)))
     shown = admission.shown or scheduler.waiting_queue
     admission.put_back()
     admission.reconcile()
@@ -210,6 +209,13 @@ def get_new_batch_prefill_raw(
         if shown or admission.holders or lacks_room:
             admission.make_room()
     return batch, running_batch
+
+
+def _count_users_only(attempt: Any, num_internal: int) -> None:
+    """Leave internal requests out of the batch size that SGLang's `PrefillDelayerSinglePassExecutor` will be told: later
+    prefills may wait until that many users' requests wait."""
+    finalize = attempt.finalize
+    attempt.finalize = lambda *, actual_prefill_bs: finalize(actual_prefill_bs=actual_prefill_bs - num_internal)
 
 
 def prepare_for_extend(_result: Any, batch: Any) -> None:
