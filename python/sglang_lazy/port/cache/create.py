@@ -18,7 +18,7 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.cache.connect import connect_storage
-from sglang_lazy.port.cache.pools import OneTree, Pool, WindowSlots
+from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
 from sglang_lazy.port.cache.tier_report import HostReport
 from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.comb import chunk_pool_of
@@ -35,8 +35,9 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
         plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
     windows = WindowSlots(slots, params.sliding_window_size) if context.is_hybrid_swa else None
-    cache = CompositeCache(plain, tree := RadixTree(slots, order, clock), clock, windows)
-    device = Pool(slots, cache)
+    own = slots if windows is None else HybridSlots(slots)
+    cache = CompositeCache(plain, tree := RadixTree(own, order, clock), clock, windows)
+    device = Pool(own, cache)
     if pool is None:
         cache.rows = RowCache(ChunkStore(tree, device, cache.windows), params.req_to_token_pool)
     else:
