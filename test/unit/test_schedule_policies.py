@@ -235,7 +235,7 @@ def test_everybody_is_answered(policy, prioritizes, seed):
 
 
 def test_fills_do_not_delay_later_prefills():
-    """SGLang waits until as many requests wait as batches had lately: users' requests, as it counts the waiting ones."""
+    """SGLang waits until as many requests wait as batches had lately: users' requests, as those that wait are."""
     told, attempt = [], SimpleNamespace(finalize=lambda *, actual_prefill_bs: told.append(actual_prefill_bs))
     batch, running = SimpleNamespace(reqs=[new_fill(), new_fill(), SimpleNamespace()]), SimpleNamespace()
     running.is_empty, admission = lambda: False, Mock(gave_back=False, shown=None)

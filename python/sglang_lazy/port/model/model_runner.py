@@ -20,7 +20,7 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
-from sglang_lazy.port.facts import flags_of, tp_size
+from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
@@ -176,7 +176,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     batch.tree_cache.admission.producer.before_forward()
     separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
+    current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
 

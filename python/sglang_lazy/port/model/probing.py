@@ -42,7 +42,7 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
         state = as_linked(req)
         if req is not batch.chunked_req and state.probe is not None:
             for name in _MEASURES.keys() & state.policy.probes:
-                _MEASURES[name](req, table.model, batch.tree_cache.rows, reduce)
+                _MEASURES[name](req, req.last_node.chunks, table.model, batch.tree_cache.rows, reduce)
             state.probe.send()
 
 

@@ -212,8 +212,8 @@ def get_new_batch_prefill_raw(
 
 
 def _count_users_only(attempt: Any, num_internal: int) -> None:
-    """Leave internal requests out of the batch size that SGLang's `PrefillDelayerSinglePassExecutor` will be told: later
-    prefills may wait until that many users' requests wait."""
+    """Leave internal requests out of the batch size that SGLang's `PrefillDelayerSinglePassExecutor` will be told:
+    later prefills may wait until that many users' requests wait."""
     finalize = attempt.finalize
     attempt.finalize = lambda *, actual_prefill_bs: finalize(actual_prefill_bs=actual_prefill_bs - num_internal)
 
