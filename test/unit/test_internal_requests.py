@@ -134,7 +134,7 @@ def test_a_cache_is_flushed_after_aborts_while_paused(overlap):
     fill = loop.chunked_req
     while loop.results:
         loop.process_result(*loop.results.pop(0))
-    release_kv_cache(fill, loop.tree_cache, is_insert=False)
+    release_kv_cache(fill, loop.tree_cache, checkpoint=False)
     fill.reset_for_retract()
     loop._add_request_to_queue(fill)
     loop.chunked_req = loop.last_batch = None
