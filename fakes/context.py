@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.mem_cache.pool_host import base as host_pool
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.port import plugin
@@ -15,8 +14,7 @@ from sglang_lazy.port import plugin
 
 @contextlib.contextmanager
 def published(device: str = "cpu") -> Iterator[None]:
-    """Set the globals that SGLang's modules read: default flags for `device`, and a group of one rank. Host tiers start
-    however little memory is free; SGLang leaves 10 GB to others."""
+    """Set the globals that SGLang's modules read: default flags for `device`, and a group of one rank."""
     plugin.provide_rotary_import()
     backend = "torch_native" if device == "cpu" else "triton"
     flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
@@ -27,7 +25,6 @@ def published(device: str = "cpu") -> Iterator[None]:
     try:
         with (
             mock.patch.object(torch.distributed, "get_world_size", lambda group=None: 1),
-            mock.patch.object(host_pool, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0),
             runtime_context.get_parallel().override(tp_rank=0, pp_rank=0, attn_cp_size=1, **groups),
         ):
             yield

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 from fakes.recorder import RecordingPools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
-from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import fill_of, linked
 from sglang_lazy.port.scheduler import steps as hooks
 

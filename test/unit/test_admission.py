@@ -259,7 +259,7 @@ def test_retracted_parent_is_admitted_again():
     state, counts = req.lazy, scheduler.counts(req)
     scheduler.running_batch.reqs.clear()
     scheduler.last_batch = None
-    release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+    release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
     req.reset_for_retract()
     scheduler.tree_cache.evict(EvictParams(num_tokens=100))
     scheduler._add_request_to_queue(req)

@@ -1,7 +1,5 @@
 """Fills and probes: they end when nobody waits for them, and cost users' requests no place and no count."""
 
-import types
-
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -11,8 +9,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import is_internal, lazy_state
-from sglang_lazy.port.repairs import aborts
-from sglang_lazy.port.scheduler import schedule_policy
+from sglang_lazy.port.scheduler import internal, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -137,7 +134,7 @@ def test_a_cache_is_flushed_after_aborts_while_paused(overlap):
     fill = loop.chunked_req
     while loop.results:
         loop.process_result(*loop.results.pop(0))
-    release_kv_cache(fill, loop.tree_cache, is_insert=False)
+    release_kv_cache(fill, loop.tree_cache, checkpoint=False)
     fill.reset_for_retract()
     loop._add_request_to_queue(fill)
     loop.chunked_req = loop.last_batch = None
@@ -165,13 +162,13 @@ def test_a_refused_request_begins_nothing():
     assert lazy_state(req) is None and not loop.admission.linked_waiting
 
 
-def test_sglang_tells_no_client_of_an_internal_request_that_it_aborts():
-    """Nor the router of several workers. The others are addressed to the worker that waits for them."""
+@pytest.mark.parametrize("link", ["block", "query:ratio=0.4"])
+def test_sglang_tells_no_client_of_an_internal_request_that_it_aborts(link):
+    loop, parent = begun("one pool", False, link)
     told = []
-    for rid in ("\0fill-3", "r"):
-        source = types.SimpleNamespace(http_worker_ipc="worker")
-        aborts.tell(lambda _sender, output, _source: told.append(output), None, AbortReq(rid=rid), source)
-    assert [(message.rid, message.http_worker_ipc) for message in told] == [("r", "worker")]
+    for req in (loop.chunked_req, parent):
+        internal.send_abort_output(lambda _scheduler, message, _req: told.append(message.rid), loop, AbortReq(), req)
+    assert told == [AbortReq().rid]
 
 
 # Places

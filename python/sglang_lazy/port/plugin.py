@@ -53,12 +53,10 @@ def install() -> None:
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
-        aborts,
         adapters,
         auth,
         logs,
         operators,
-        sent_logprobs,
         sessions,
         stored_responses,
     )
@@ -71,6 +69,7 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
+        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -81,11 +80,9 @@ def install() -> None:
     modules = (
         cpu,
         abort_tasks,
-        aborts,
         adapters,
         auth,
         logs,
-        sent_logprobs,
         operators,
         sessions,
         stored_responses,
@@ -95,6 +92,7 @@ def install() -> None:
         schedule_policy,
         lora,
         memory,
+        storage,
         comb,
         comb_lora,
         model_runner,

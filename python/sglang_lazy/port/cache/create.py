@@ -16,6 +16,7 @@ from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.cache.connect import connect_storage
 from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
@@ -50,10 +51,13 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         report = HostReport() if collector is None else HostReport.measured(collector)
         cache.tiers = tiers = Tiers(cache.store, kv, order, share, params, report)
         table_of(params.req_to_token_pool).loads = tiers.transfers
-        args = context.server_args
         if get_memory().hicache_storage_backend is not None:
-            storage = connect_storage(cache.store, tiers.host, tiers.agree, args, runner, params.enable_metrics)
-            tiers.connect(storage)
+            tiers.connect(connect_storage(cache.store, tiers.host, tiers.agree, runner, params.enable_metrics))
+    if params.enable_kv_cache_events:
+        cache.events = BlockEvents()
+        tree.parts += (cache.events,)
+        if cache.tiers is not None:
+            cache.tiers.watchers.each.append(cache.events)
     return cache
 
 

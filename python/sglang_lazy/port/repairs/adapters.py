@@ -1,11 +1,10 @@
 """Uses of LoRA adapters, which must end before an adapter is unloaded.
 
-SGLang counts them: up when a request names an adapter, down when its last output is processed. It does not count down
-when a request is aborted in the queue, when its client leaves, or when a check refuses it; and it counts several
-samples of a prompt once, but each of their ends. After any of these, unloading waits for ever, and whoever names the
-adapter with it. Here nothing is counted: an adapter is in use while the state of a request has its id, and every way
-out of the tokenizer manager removes that state. What the scheduler still computes then, `port/scheduler/lora.py` waits
-for.
+SGLang counts them: up when a request names an adapter, by the number of its samples, and down when a sample ends. Of
+samples that are never sent, because a check refuses their prompt or its client leaves, it counts only one down. Then
+unloading waits for ever, and whoever names the adapter with it. Here nothing is counted: an adapter is in use while the
+state of a request has its id, and every way out of the tokenizer manager removes that state. What the scheduler still
+computes then, `port/scheduler/lora.py` waits for.
 
 With several tokenizer workers, each has a registry of its own: the others would go on sending the id of an adapter that
 one of them has unloaded, which ends the scheduler.

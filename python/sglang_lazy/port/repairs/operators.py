@@ -92,7 +92,7 @@ def handle_postponed(_result: Any, scheduler: Any, _messages: list[Any]) -> None
     for message in vars(scheduler).pop(_POSTPONED, ()):
         output = scheduler._request_dispatcher(message)
         if output is not None:
-            scheduler.ipc_channels.send_to_tokenizer.send_output(output, message)
+            scheduler.send_control_output(output, message)
 
 
 def when_idle(handler: Callable, updater: Any, message: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import required
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.scheduler.steps import admission_of
 
 
@@ -24,6 +24,12 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     return original(scheduler, running_batch, last_batch)
 
 
+def send_abort_output(send: Callable, scheduler: Any, message: Any, req: Any) -> None:
+    """Around `Scheduler.send_abort_output`: no client is to be told of an internal request."""
+    if not is_internal(req):
+        send(scheduler, message, req)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     required(
@@ -32,5 +38,11 @@ HOOKS = (
         "AROUND",
         "scheduler",
         "fills and probes end after their prefill",
+    ),
+    feature(
+        f"{_SCHEDULER}.send_abort_output",
+        send_abort_output,
+        "AROUND",
+        "no client hears of the end of an internal request",
     ),
 )

@@ -282,7 +282,7 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
                 **hits_by_chunk(req, None),
             }
         reported = cached_tokens_details(req, state)
-        if "storage" in reported:  # a label of SGLang's metrics
+        if "storage" in reported:  # as SGLang reports it
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name
         return reported
 
