@@ -48,6 +48,7 @@ HOOKS = (
         "AROUND",
     ),
     Hook(f"{_RESPONSES}._make_request", responses.make_request, "AROUND"),
+    Hook(f"{_RESPONSES}._response_input_history", responses.keep_chunks, "AFTER"),
     Hook(f"{_RESPONSES}._construct_input_messages", responses.refuse_empty, "AFTER"),
     Hook(
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
