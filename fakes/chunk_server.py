@@ -5,12 +5,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fakes.host_tree import Tree, check
+from fakes.host_tree import Device, Tree, check
 from fakes.storage import Storage
-from sglang_lazy.cache.node import Node
-from sglang_lazy.cache.parts import Watcher
-from sglang_lazy.chunks.catalog import CachedChunk
-from sglang_lazy.core.keys import ChunkKey, Namespace, as_int32, chunk_key
+from sglang_lazy.chunks.store import ChunkState, ChunkStore
+from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
@@ -18,6 +16,13 @@ from sglang_lazy.port.cache.storage import ChunkStorage, Patience
 from sglang_lazy.port.cache.tier_report import StorageReport
 
 A, B, C, D = (range(i, i + 4) for i in (1, 5, 9, 12))
+_PLACES = {
+    ChunkState.MISSING: None,
+    ChunkState.FETCHING: "on its way",
+    ChunkState.HOST: "host",
+    ChunkState.LOADING: "device",
+    ChunkState.RESIDENT: "device",
+}
 PATIENCE = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
 
@@ -25,38 +30,6 @@ def chunk_of(tokens: Iterable[int], **namespace: Any) -> ChunkSlice:
     ids = array("q", tokens)
     key = chunk_key(as_int32(ids), Namespace(**{"kind": "chunk", "extra_key": None, "cache_salt": None, **namespace}))
     return ChunkSlice(key, 0, ids, 0, len(ids), ((0, len(ids)),))
-
-
-class Chunks(Watcher):
-    """What storage asks of the chunk store."""
-
-    def __init__(self, tree: Tree):
-        self._tree, tree.watcher = tree, self
-        self.reset()
-
-    def reset(self) -> None:
-        self.fetching: dict[ChunkKey, Any] = {}
-        self._by_node: dict[int, CachedChunk] = {}
-
-    @property
-    def catalog(self) -> list[CachedChunk]:
-        return [*self._by_node.values()]
-
-    def find(self, chunk: ChunkSlice) -> Node | None:
-        node = self._tree.end_of(chunk.tokens, chunk.key.namespace)
-        if node is not None:
-            self.adopt(chunk, node)
-        return node
-
-    def chunk_at(self, node: Node) -> CachedChunk | None:
-        return self._by_node.get(node.id)
-
-    def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
-        new = CachedChunk(chunk.key, node, chunk.num_tokens, 0, None, 0, 0.0)
-        return self._by_node.setdefault(node.id, new)
-
-    def gone(self, node: Node) -> None:
-        self._by_node.pop(node.id, None)
 
 
 class Prompt(NamedTuple):
@@ -84,7 +57,7 @@ class Server:
         **weights: bytes | None,
     ):
         self.tree = Tree(size, host_size, min_hits=min_hits, agree=agree)
-        self.chunks, self.slow, self.now = Chunks(self.tree), False, 0.0
+        self.chunks, self.slow, self.now = ChunkStore(self.tree, Device(self.tree)), False, 0.0
         self.report, self.weights = StorageReport(token_size=1), {None: weights.pop("model", b"model"), **weights}
         objects = ChunkObjects(TensorBackend(storage), self.tree.memory)
         self.identified: list[str | None] = []
@@ -92,6 +65,7 @@ class Server:
             self.chunks, self.tree.host, objects, self._identity, agree, self.report, patience, lambda: self.now
         )
         self.tree.watchers.each.append(self.storage)
+        self.chunks.host, self.chunks.storage = self.tree.host, self.storage
 
     def _identity(self, adapter: str | None) -> bytes | None:
         self.identified.append(adapter)
@@ -100,16 +74,11 @@ class Server:
     def ask(self, *texts: Iterable[int], **namespace: Any) -> Prompt:
         """A prompt comes."""
         chunks = [chunk_of(tokens, **namespace) for tokens in texts]
-        return Prompt(chunks, [self.chunks.find(chunk) is None and self.storage.fetch(chunk) for chunk in chunks])
+        return Prompt(chunks, [self.chunks.find(chunk) is None and self.chunks.fetch(chunk) for chunk in chunks])
 
     def states(self, prompt: Prompt) -> list[str | None]:
         """Where each chunk is now."""
-        return list(map(self._state, prompt.chunks))
-
-    def _state(self, chunk: ChunkSlice) -> str | None:
-        if (node := self.chunks.find(chunk)) is None:
-            return "on its way" if chunk.key in self.chunks.fetching else None
-        return "host" if node.slots is None else "device"
+        return [_PLACES[self.chunks.state(chunk)] for chunk in prompt.chunks]
 
     def answer(self, prompt: Prompt) -> list[str | None]:
         """Compute a prompt once nothing is waited for; returns where each chunk was."""
@@ -139,8 +108,7 @@ class Server:
             nodes.append(node)
         for node in nodes:
             self.tree.unlock(node)
-        self.tree.host.back_up(nodes)
-        self.storage.back_up(nodes)
+        self.chunks.back_up(nodes)
 
     def settle(self) -> None:
         """Step until nothing is being copied."""

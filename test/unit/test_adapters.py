@@ -13,7 +13,6 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
 from fakes.stored import details, new_server
-from sglang_lazy.core.keys import tenant_key
 from sglang_lazy.port.model.identity import adapter_identity, identity_of, model_identity
 from sglang_lazy.serving.chunk_lists import with_adapter_names
 
@@ -170,7 +169,7 @@ def test_unloading_leaves_other_adapters_fills_alone():
 def test_lists_show_adapters_by_name():
     loop = Loop()
     for adapter in ADAPTERS:
-        loop.submit([A, QUESTION], "r", lora_id=adapter, cache_salt="s", extra_key=tenant_key("s", None))
+        loop.submit([A, QUESTION], "r", lora_id=adapter, cache_salt="s")
         loop.run()
     chunks = listed(loop, "s", order="asc")["chunks"]
     shown = with_adapter_names(chunks, {"translator": "x"})

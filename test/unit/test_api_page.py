@@ -104,7 +104,7 @@ def test_results():
             yield result
 
         layout, request = PromptLayout(((0, 1),)), SimpleNamespace(input_ids=[5, 6], extra_key=None)
-        return [output async for output in annotated(outputs(), layout, request, parent=None, usage=Usage())]
+        return [output async for output in annotated(outputs(), layout, request, usage=Usage())]
 
     asyncio.run(report())
     check(meta_info, result["meta_info"].keys() - {"finish_reason"})

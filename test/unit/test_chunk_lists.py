@@ -8,7 +8,7 @@ import pytest
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from sglang_lazy.chunks import catalog
-from sglang_lazy.core.keys import chunk_id, tenant_key, tokens_digest
+from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.chunk_lists import arguments_of_ranks, check_id, list_arguments, merged_page
 from sglang_lazy.serving.pieces import all_pieces
 
@@ -98,9 +98,8 @@ def test_chunks_on_the_host():
 def test_a_tenant_sees_only_its_own_chunks():
     loop = Loop()
     for i, tenant in enumerate([None, "a", "b"]):
-        extra = {"cache_salt": tenant, "extra_key": tenant_key(tenant, None)}  # the HTTP process sets both
-        loop.submit([A, QUESTION], f"t{i}", **extra)
-    loop.submit([B, QUESTION], "other key", extra_key=tenant_key(None, "b"))  # an extra_key is not a salt
+        loop.submit([A, QUESTION], f"t{i}", cache_salt=tenant)
+    loop.submit([B, QUESTION], "other key", extra_key="b")  # an extra_key is not a salt
     loop.run()
     for tenant in (None, "a", "b"):
         assert [(c["id"], c["cache_salt"]) for c in listed(loop, tenant)["chunks"]] == [(id_of(A), tenant)]

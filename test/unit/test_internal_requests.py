@@ -1,7 +1,5 @@
 """Fills and probes: they end when nobody waits for them, and cost users' requests no place and no count."""
 
-import types
-
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -11,8 +9,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import is_internal, lazy_state
-from sglang_lazy.port.repairs import aborts
-from sglang_lazy.port.scheduler import schedule_policy
+from sglang_lazy.port.scheduler import internal, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -165,13 +162,13 @@ def test_a_refused_request_begins_nothing():
     assert lazy_state(req) is None and not loop.admission.linked_waiting
 
 
-def test_sglang_tells_no_client_of_an_internal_request_that_it_aborts():
-    """Nor the router of several workers. The others are addressed to the worker that waits for them."""
+@pytest.mark.parametrize("link", ["block", "query:ratio=0.4"])
+def test_sglang_tells_no_client_of_an_internal_request_that_it_aborts(link):
+    loop, parent = begun("one pool", False, link)
     told = []
-    for rid in ("\0fill-3", "r"):
-        source = types.SimpleNamespace(http_worker_ipc="worker")
-        aborts.tell(lambda _sender, output, _source: told.append(output), None, AbortReq(rid=rid), source)
-    assert [(message.rid, message.http_worker_ipc) for message in told] == [("r", "worker")]
+    for req in (loop.chunked_req, parent):
+        internal.send_abort_output(lambda _scheduler, message, _req: told.append(message.rid), loop, AbortReq(), req)
+    assert told == [AbortReq().rid]
 
 
 # Places
@@ -232,8 +229,8 @@ def test_memory_that_a_waiting_parent_gives_back_is_there_at_once(overlap):
 
 
 def test_only_users_requests_count_while_a_batch_is_formed():
-    """For the limit of the queue, to which preempted requests return; for the delay of prefills and the largest batch,
-    and for the most requests per batch."""
+    """For the limit of the queue, to which preempted requests return; for the delay of prefills; and for the most
+    requests per batch."""
     loop = Loop(300, scheduler={"max_running": 8})
     for i, chunk in enumerate((A, B, C, D)):
         loop.submit([chunk, QUESTION], f"p{i}")
@@ -251,7 +248,6 @@ def test_only_users_requests_count_while_a_batch_is_formed():
         loop.step()
     assert {entry[1] for entry in seen} == {5} and held in loop.waiting_queue
     assert [rid for rid in loop.log[-1] if "\0" not in rid] == ["p0", "p1"] and len(loop.log[-1]) == 4
-    assert loop.max_prefill_bs == 2
 
 
 def test_a_preempted_request_returns_to_the_whole_queue():

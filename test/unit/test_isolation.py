@@ -17,7 +17,7 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 from fakes.loop import Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
-from sglang_lazy.core.keys import Namespace, chunk_id, tenant_key, tokens_digest
+from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
 from sglang_lazy.core.segments import Segment
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import pinning
@@ -81,7 +81,7 @@ class Server:
         yield {}
 
     def submit(self, parts, salt, link, **options):
-        return self.loop.submit(parts, "r", link=link, cache_salt=salt, extra_key=tenant_key(salt, None), **options)
+        return self.loop.submit(parts, "r", link=link, cache_salt=salt, **options)
 
     def work(self):
         """Run until idle; returns per step how many tokens it computed and how many requests it decoded."""
@@ -151,7 +151,7 @@ async def act(server, salt, documents, link):
             {"id": chunk_id(chunk.key.tokens), "tokens": chunk.num_tokens, "hit": bool(counts[2] >> i & 1)}
             for i, chunk in enumerate(linked(req).prompt.chunks)
         ]
-        usage_of(server).add(Namespace("chunk", tenant_key(salt, None), salt), link, chunks, counts[1], time.time())
+        usage_of(server).add(Namespace("chunk", None, salt), link, chunks, counts[1], time.time())
     await look()
     for wait in (True, False):
         chunks = [{"input_ids": list(document)} for document in documents[2:]]

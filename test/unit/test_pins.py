@@ -8,7 +8,6 @@ from test_chunk_lists import deleted, id_of, listed
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.core.keys import tenant_key
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -95,7 +94,6 @@ def warm_for(loop, tenant, *chunks):
             f"{tenant}-{chunk}",
             max_new_tokens=1,
             cache_salt=tenant,
-            extra_key=tenant_key(tenant, None),
         )
     loop.run()
 

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.rows import LinkedBatch, Pass
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.core.fills import Fill
@@ -78,6 +78,8 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
         reqs=[SimpleNamespace(lazy=Fill([], None))],
         forward_mode=ForwardMode.EXTEND,
         extend_num_tokens=num_tokens,
+        prefix_lens=[0],
+        extend_lens=[num_tokens],
         req_to_token_pool=runner.req_to_token_pool,
         tree_cache=SimpleNamespace(
             store=SimpleNamespace(counts=Counts()),
@@ -88,7 +90,7 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
     monkeypatch.setattr(LinkedBatch, "of", lambda *given, windows: asked.append((*given, windows)))
     with get_parallel().override(tp_size=1):
         hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
-    assert asked == [(batch, apart, 7, False)]
+    assert asked == [(Pass([batch.reqs[0].lazy], [0], [num_tokens]), apart, 7, False)]
 
 
 def test_plain_decode_is_recognised_at_once():

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.prompt import Images, LinkedPrompt
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.segments import PromptLayout
 
 TEXT, CHUNK = False, True
+LEADING = Namespace("text", None, None)
 repeatable = settings(derandomize=True, deadline=None, database=None)
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
@@ -179,7 +181,7 @@ def test_chunks_and_text_behind_them_depend_on_the_preamble():
     prompts = [build(segments, preamble=array("q", ids))[1] for ids in ((), (1,), (1, 2))]
     assert len({prompt.chunks[0].key for prompt in prompts}) == 3
     assert len({prompt.spans[1].namespace for prompt in prompts}) == 3
-    assert {prompt.spans[0].namespace for prompt in prompts} == {None}
+    assert {prompt.spans[0].namespace for prompt in prompts} == {LEADING}
     assert [prompt.chunks[0].offset for prompt in prompts] == [1, 0, -1]
 
 
@@ -212,7 +214,7 @@ def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
             [
                 (span, path_before(segments, max(end for first, end in slices if first < span.start)), tenant)
                 for span in prompt.spans
-                if span.namespace
+                if span.namespace.variant is not None
             ]
         )
     for span, path, tenant in prompts[0]:
@@ -252,7 +254,7 @@ def test_text_after_different_paths_never_shares(other):
     _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3, 4)), (TEXT, (5,))])
     _, other_prompt = build(other)
     namespaces = [{span.namespace for span in prompt.spans} for prompt in (prompt, other_prompt)]
-    assert not (namespaces[0] & namespaces[1] - {None})
+    assert not (namespaces[0] & namespaces[1] - {LEADING})
 
 
 def test_a_slice_depends_on_what_stands_before_it_in_its_chunk():
@@ -273,18 +275,19 @@ def test_slice_and_whole_chunk_are_different_paths():
 
 @pytest.mark.parametrize("extra_key", [None, "tenant"])
 def test_cache_salt_and_extra_key_separate_tenants(extra_key):
-    """Chunks and the text after them are separated by extra_key and cache_salt, leading text is not."""
+    """Chunks, the text after them and the text before them are separated by extra_key and cache_salt."""
     prompts = {
         (key, salt): build([(TEXT, (7,)), (CHUNK, (1, 2)), (TEXT, (3,))], key, salt)[1]
         for key in (extra_key, "other", "")
         for salt in (None, "salt", "")
     }
     names = [
-        name for prompt in prompts.values() for name in (prompt.chunks[0].key.namespace, prompt.spans[1].namespace)
+        name
+        for prompt in prompts.values()
+        for name in (prompt.chunks[0].key.namespace, *(span.namespace for span in prompt.spans))
     ]
     assert len(set(names)) == len(names)
     assert all(isinstance(name, tuple) for name in names)
-    assert {prompt.spans[0].namespace for prompt in prompts.values()} == {None}
 
 
 def with_images(digests, places=None):
@@ -301,7 +304,7 @@ def test_images_start_spans():
         ([1, 2], 2),
         ([5, 6, 7], 2),
     ]
-    assert prompt.spans[0].namespace is None and all(span.namespace for span in prompt.spans[1:])
+    assert prompt.spans[0].namespace == LEADING and all(span.namespace.variant for span in prompt.spans[1:])
     assert [chunk.offset for chunk in prompt.chunks] == [2]
 
 

@@ -24,7 +24,14 @@ class Server:
             places.append((len(ids), len(ids) + len(chunk)))
             ids += chunk
         obj = SimpleNamespace(
-            **{"routed_dp_rank": rank, "extra_key": None, "lora_id": None, "input_ids": ids, **fields}
+            **{
+                "routed_dp_rank": rank,
+                "extra_key": None,
+                "cache_salt": None,
+                "lora_id": None,
+                "input_ids": ids,
+                **fields,
+            }
         )
         choose_rank(self.manager, obj, PromptLayout(tuple(places), link=link), ids)
         self.manager.rid_to_state[id(obj)] = SimpleNamespace(obj=obj)
@@ -64,7 +71,13 @@ def test_a_prompt_follows_most_of_its_chunk_tokens():
 
 @pytest.mark.parametrize(
     "other",
-    [{"extra_key": "tenant"}, {"lora_id": "adapter"}, {"link": "base"}, {"link": "base:preamble=lead", "lead": (8,)}],
+    [
+        {"extra_key": "key"},
+        {"cache_salt": "tenant"},
+        {"lora_id": "adapter"},
+        {"link": "base"},
+        {"link": "base:preamble=lead", "lead": (8,)},
+    ],
     ids=lambda other: " ".join(other),
 )
 def test_variants_of_a_chunk_are_different_chunks(other):

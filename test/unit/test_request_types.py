@@ -7,7 +7,6 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.core.keys import tenant_key
 from sglang_lazy.port.serving.malformed import check_lists
 from sglang_lazy.port.serving.server_fields import INTERNAL_PARAMS
 from sglang_lazy.port.serving.typed import convert_request, convert_sampling_params
@@ -109,7 +108,7 @@ def test_mistyped_fields_are_named(name, value, reason):
 
 
 def test_nothing_is_done_to_what_is_not_given():
-    obj = GenerateReqInput(text="Who?", extra_key=tenant_key("a", "b"))
+    obj = GenerateReqInput(text="Who?", extra_key="b", cache_salt="a", sampling_params={})
     before = dict(vars(obj))
     convert_request(obj)
     assert vars(obj) == before and obj.extra_key is before["extra_key"]
@@ -118,7 +117,7 @@ def test_nothing_is_done_to_what_is_not_given():
 @pytest.mark.parametrize("kind", [GenerateReqInput, EmbeddingReqInput])
 def test_every_field_is_converted_or_read_by_a_check_of_its_own(kind):
     """No value is of a type that no field has, so every field refuses it but these: of any type, or read elsewhere."""
-    prompts = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data", "extra_key"}
+    prompts = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data", "watermark"}
     of_any_type = {"positional_embed_overrides", "embed_overrides"}
     accepted = set()
     for field in dataclasses.fields(kind):

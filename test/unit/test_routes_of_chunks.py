@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
-from sglang_lazy.core.keys import Namespace, tenant_key
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
@@ -131,7 +131,7 @@ def test_parts_of_a_survey(asked):
     used = usage_of(chunk_routes._manager())
     for salt in (None, "a"):
         report = [{"id": ID, "tokens": 5, "hit": salt is None}]
-        used.add(Namespace("chunk", tenant_key(salt, None), salt), "block", report, 0, time.time())
+        used.add(Namespace("chunk", None, salt), "block", report, 0, time.time())
     found = http.get("/lazy/survey").json()
     assert asked == [("survey", {"tenant": None, "everybody": False, "starts": None})]
     assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0}]

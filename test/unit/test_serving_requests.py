@@ -6,7 +6,6 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
-from sglang_lazy.core.keys import TenantKey
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.serving.tokenizer_manager import prepare_request
 from sglang_lazy.serving.requests import layout_of, refuse_without_segments, to_generate_args, with_layout
@@ -194,24 +193,29 @@ def test_link_full_excludes_nothing():
 
 
 @pytest.mark.parametrize("link", ["block", "full", "copy"])
-@pytest.mark.parametrize("extra_key, joined", [(None, '["tenant",null]'), ("a", '["tenant","a"]')])
-def test_the_cache_salt_joins_the_extra_key(link, extra_key, joined):
-    """As on all routes, so one salt means one namespace on every API."""
-    salted = request(sampling_params=with_link(link, "tenant"), extra_key=extra_key)
+def test_sglang_gets_the_cache_salt(link):
+    """So one salt means one namespace on every API, for what is reused as chunks and what is not."""
+    salted = request(sampling_params=with_link(link, "tenant"), extra_key="a")
     check(salted)
-    assert salted.extra_key == joined
-    unsalted = request(sampling_params=with_link(link), extra_key=extra_key)
+    assert (salted.cache_salt, salted.extra_key) == ("tenant", "a")
+    unsalted = request(sampling_params=with_link(link))
     check(unsalted)
-    assert unsalted.extra_key == (extra_key and '[null,"a"]')
-    check(salted)  # as for each sample
-    assert salted.extra_key == joined and isinstance(salted.extra_key, TenantKey)
+    assert unsalted.cache_salt is None
+
+
+def test_beam_search_excludes_chunks():
+    params = with_link("block")
+    for width in (None, 1):
+        check(request(sampling_params={**params, "beam_width": width}))
+    with pytest.raises(ValueError, match="beam_width"):
+        check(request(sampling_params={**params, "beam_width": 2}))
 
 
 def test_segments_without_chunks_keep_their_cache_salt():
     args = to_generate_args(manager(), [text(1), text(2)], "tenant")
     obj = GenerateReqInput(**args)
     check(obj)
-    assert obj.extra_key == '["tenant",null]' and layout_of(obj).chunks == ()
+    assert obj.cache_salt == "tenant" and layout_of(obj).chunks == ()
 
 
 @pytest.mark.parametrize("packed", [str(PromptLayout(((2, 5),), "another's").pack()), None, 3, {}])
@@ -246,9 +250,7 @@ def test_a_prompt_with_chunks_is_not_truncated():
         check(request(input_ids=list(range(40))), server)
 
 
-def test_fields_for_segments_need_segments():
-    refuse_without_segments(None, None)
-    with pytest.raises(ValueError, match="cache_salt needs a prompt given as segments"):
-        refuse_without_segments("a", None)
+def test_a_link_needs_segments():
+    refuse_without_segments(None)
     with pytest.raises(ValueError, match="link needs a prompt given as segments"):
-        refuse_without_segments(None, "full")
+        refuse_without_segments("full")

@@ -1,11 +1,11 @@
 """Results: honest counts of what was reused, on every API."""
 
 import asyncio
+import copy
 import inspect
 import json
 import pickle
 import time
-from collections import defaultdict
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -14,11 +14,11 @@ from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_lazy.core.keys import chunk_id, tenant_key, tokens_digest
+from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.serving.protocol import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
-from sglang_lazy.serving.results import CachedTokens, chunk_report
+from sglang_lazy.serving.results import CachedTokens, chunk_report, share_report
 from sglang_lazy.serving.usage import usage_of
 
 LAYOUT = PromptLayout(((1, 3), (4, 8)))
@@ -37,16 +37,9 @@ def output(finish_reason=None, **meta_info):
     return {"text": "", "meta_info": meta_info}
 
 
-def new_manager(**parents):
-    """A tokenizer manager that has states of all requests.  parents: for samples, the ids of their prompts."""
-    states = defaultdict(SimpleNamespace, {prompt: SimpleNamespace() for prompt in parents.values()})
-    return SimpleNamespace(child_rid_to_logical_rid=parents, rid_to_state=states)
+def collect(obj, *outputs, manager=None):
+    manager = manager or SimpleNamespace(rid_to_state={})
 
-
-MANAGER = new_manager()
-
-
-def collect(obj, *outputs, manager=MANAGER):
     async def wait(manager, obj, request):
         for out in outputs:
             yield out
@@ -94,14 +87,11 @@ def test_an_answer_that_comes_before_it_is_waited_for(states):
         answer, times = output({"type": "length"}), SimpleNamespace(response_sent_to_client_time=1)
         state = SimpleNamespace(event=asyncio.Event(), out_list=[answer], finished=True, time_stats=times)
         state.event.set()
-        manager = SimpleNamespace(
-            rid_to_state={"r": state},
-            child_rid_to_logical_rid={},
-            incremental_streaming_output=False,
-            request_logger=Mock(),
-            request_metrics_exporter_manager=Mock(exporter_enabled=lambda: False),
-            _handle_abort_finish_reason=AsyncMock(return_value=None),
-        )
+        manager = TokenizerManager.__new__(TokenizerManager)
+        manager.rid_to_state, manager.incremental_streaming_output = {"r": state}, False
+        manager.request_logger = Mock()
+        manager.request_metrics_exporter_manager = Mock(exporter_enabled=lambda: False)
+        manager._handle_abort_finish_reason = AsyncMock(return_value=None)
         stream = report_chunks(inspect.unwrap(TokenizerManager._wait_one_response), manager, request())
         manager.rid_to_state = states
         assert [out async for out in stream] == [answer]
@@ -141,15 +131,21 @@ def test_ordinary_requests_are_untouched():
     assert type(last["cached_tokens"]) is int
 
 
+def samples_of(obj, n):
+    """As SGLang makes them once the prompt has been checked."""
+    share_report(obj)
+    return [copy.copy(obj) for _ in range(n)]
+
+
 def test_samples_of_one_prompt_report_what_the_prompt_found():
     """For n > 1 SGLang computes the prompt first; that the samples then find it is no hit of the request."""
-    manager = new_manager(p_0="p", p_1="p", p_2="p")
+    first, *samples = samples_of(request(), 3)
     cold = output({"type": "length"}, cached_tokens_details={"device": 0, "host": 0, "chunk": 0, "chunk_hits": "0"})
-    (prompt,) = collect(request(rid="p_0"), cold, manager=manager)
+    (prompt,) = collect(first, cold)
     details = {"device": 9, "host": 0, "chunk": 6, "chunk_hits": "3"}
-    for rid in ("p_1", "p_2"):
+    for obj in samples:
         warm = output({"type": "stop"}, cached_tokens=9, cached_tokens_details=dict(details))
-        (sample,) = collect(request(rid=rid), warm, manager=manager)
+        (sample,) = collect(obj, warm)
         for key in ("cached_tokens", "cached_tokens_details", "chunks"):
             assert sample[key] == prompt[key]
     assert sample["cached_tokens"] == 0 and not any(chunk["hit"] for chunk in sample["chunks"])
@@ -158,15 +154,15 @@ def test_samples_of_one_prompt_report_what_the_prompt_found():
 def test_every_prompt_is_remembered_once():
     """Samples, internal requests and ordinary prompts are not; prompts belong to their tenant, unless they have an
     extra_key."""
-    manager = new_manager(p_0="p", p_1="p")
+    manager = SimpleNamespace(rid_to_state={})
 
     def answer(obj, hits="1", num_reused=2):
         details = {"device": 0, "host": 0, "chunk": num_reused, "chunk_hits": hits}
         end = output({"type": "stop"}, cached_tokens=2, cached_tokens_details=details)
         collect(obj, output(cached_tokens_details=dict(details)), end, manager=manager)
 
-    for rid in ("p_0", "p_1", "q"):
-        answer(request(rid=rid))
+    for obj in (*samples_of(request(), 2), request()):
+        answer(obj)
     answer(request(log_metrics=False))
     answer(with_link("full"))
     answer(SimpleNamespace(rid="r", input_ids=IDS, sampling_params={}))
@@ -177,7 +173,7 @@ def test_every_prompt_is_remembered_once():
     assert (prompt["link"], prompt["cache_salt"], prompt["num_chunks"]) == ("block", None, 2)
     expected = [{key: chunk[key] for key in ("id", "tokens", "hit")} for chunk in chunk_report(LAYOUT, IDS, hits=1)]
     assert prompt["chunks"] == expected and abs(prompt["time"] - now) < 60
-    for extra_key, known in ((tenant_key("salt", None), 1), (tenant_key("salt", "more"), 1)):
+    for extra_key, known in ((None, 1), ("more", 1)):
         obj = with_link("block")
         obj.extra_key = extra_key
         answer(obj)
@@ -189,9 +185,9 @@ def test_a_refusal_by_the_scheduler_is_an_error_in_a_stream_too():
     refusal = {"type": "abort", "status_code": 400, "message": "the reason"}
     with pytest.raises(ValueError, match="the reason"):
         collect(request(), output(refusal))
-    manager = new_manager(r="p")
+    sample, _ = samples_of(request(is_single=False), 2)
     with pytest.raises(ValueError, match="the reason"):
-        collect(request(is_single=False), output(refusal), manager=manager)
+        collect(sample, output(refusal))
     part_of_a_batch = request(is_single=False)
     assert collect(part_of_a_batch, output(refusal))[0]["finish_reason"] == refusal
 
@@ -202,16 +198,33 @@ def _protocol():
     extend_protocol()
 
 
-def details_of(count):
-    return usage_details(UsageProcessor._details_if_cached(count), count)
+@pytest.fixture
+def usages(monkeypatch):
+    """SGLang's usage of two prompts with two samples each, which found these counts: of an answer and of a stream."""
+    stock = protocol.PromptTokensDetails.__init__
+
+    def init(details, **counts):
+        stock(details, **counts)
+        usage_details(None, details, **counts)
+
+    monkeypatch.setattr(protocol.PromptTokensDetails, "__init__", init)
+
+    def usages(*counts):
+        answers = [output(cached_tokens=count) for count in counts]
+        none, cached = dict.fromkeys(range(len(counts)), 0), dict(enumerate(counts))
+        found = UsageProcessor.calculate_response_usage(answers, n_choices=2, enable_cache_report=True)
+        streamed = UsageProcessor.calculate_streaming_usage(
+            none, none, none, cached_tokens=cached, n_choices=2, enable_cache_report=True
+        )
+        return [json.loads(usage.model_dump_json())["prompt_tokens_details"] for usage in (found, streamed)]
+
+    return usages
 
 
-def test_usage_counts_chunks_separately():
-    counts = {0: CachedTokens(7, 6), 1: CachedTokens(7, 6), 2: CachedTokens(5, 0)}
-    total = sum(count for index, count in counts.items() if index != 1)
-    usage = protocol.UsageInfo(prompt_tokens_details=details_of(total))
-    assert json.loads(usage.model_dump_json())["prompt_tokens_details"] == {"cached_tokens": 12, "chunk_tokens": 6}
-    assert details_of(CachedTokens(0, 0)) is None
+def test_usage_counts_chunks_separately(usages):
+    counts = CachedTokens(7, 6), CachedTokens(7, 6), CachedTokens(5, 0), CachedTokens(5, 0)
+    assert usages(*counts) == [{"cached_tokens": 12, "chunk_tokens": 6}] * 2
+    assert usages(CachedTokens(0, 0)) == [{"cached_tokens": 0, "chunk_tokens": 0}] * 2
 
 
 def test_counts_survive_pickling():
@@ -220,9 +233,8 @@ def test_counts_survive_pickling():
     assert (count, count.chunk) == (7, 6)
 
 
-def test_usage_of_ordinary_requests_keeps_its_shape():
-    usage = protocol.UsageInfo(prompt_tokens_details=details_of(4))
-    assert json.loads(usage.model_dump_json())["prompt_tokens_details"] == {"cached_tokens": 4}
+def test_usage_of_ordinary_requests_keeps_its_shape(usages):
+    assert usages(4) == [{"cached_tokens": 4}] * 2
     details = cached_tokens_details(protocol.CachedTokensDetails(device=4), {"device": 4, "host": 0})
     assert details.model_dump() == {"device": 4, "host": 0}
 

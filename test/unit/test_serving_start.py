@@ -20,7 +20,7 @@ from sglang_lazy.port import plugin, start
 from sglang_lazy.port.cpu import choose_backends, replace_triton
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.scheduler.steps import check_default_preamble
-from sglang_lazy.port.serving import workers
+from sglang_lazy.port.serving import selftest, workers
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
 CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
@@ -78,7 +78,8 @@ def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallb
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
-    args = SimpleNamespace(device="cpu", grammar_backend="llguidance")
+    monkeypatch.setattr(start, "unused", lambda process: [])
+    args = SimpleNamespace(device="cpu", grammar_backend="llguidance", resolve_once=lambda: None)
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         start.check_start(LazyConfig(kernels="cuda"), args)
     start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
@@ -97,14 +98,25 @@ def no_start(monkeypatch):
         tokenizer_worker_num=1,
         skip_tokenizer_init=False,
         model_path="m",
-        get_model_config=lambda: SimpleNamespace(vocab_size=400),
+        resolve_once=lambda: None,
     )
+    monkeypatch.setattr(start, "unused", lambda process: [])
+    monkeypatch.setattr(start, "model_config_of", lambda args: SimpleNamespace(vocab_size=400))
+    monkeypatch.setattr(selftest, "of_engine", lambda engine: None)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
     monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
     monkeypatch.setattr(start, "unfit_flags", lambda args: [])
     return args
+
+
+def test_flags_that_the_plugin_has_not_seen(monkeypatch):
+    """SGLang would serve with a cache of its own, and nobody would notice."""
+    monkeypatch.setattr(start, "unused", lambda process: [f"a hook at {process}"])
+    args = SimpleNamespace(device="cpu", grammar_backend="llguidance", resolve_once=lambda: None)
+    with pytest.raises(RuntimeError, match="a hook at launch"):
+        start.check_start(LazyConfig(), args)
 
 
 def test_an_engine_and_a_server_are_refused_early(no_start):

@@ -22,7 +22,10 @@ def turn(session, name, **params):
     """Add a turn to the session, as the scheduler does."""
     fields = "lora_id custom_logit_processor stream return_logprob top_logprobs_num token_ids_logprob"
     fields += " return_sampling_mask require_reasoning return_hidden_states return_routed_experts priority routing_key"
-    fields += " extra_key http_worker_ipc time_stats mm_inputs routed_experts_start_len"
+    fields += " extra_key cache_salt http_worker_ipc time_stats mm_inputs routed_experts_start_len"
+    fields += (
+        " sampling_logprobs_mode bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"
+    )
     recv_req = types.SimpleNamespace(**dict.fromkeys(fields.split()))
     recv_req.rid, recv_req.input_ids, recv_req.return_hidden_states = name, array("q", [1, 2]), False
     recv_req.sampling_params = types.SimpleNamespace(custom_params=None, max_new_tokens=1, stop_regex_strs=[])

@@ -69,7 +69,7 @@ class Manager:
 def user_request(**params):
     params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: LAYOUT.pack(), "mine": 1}, **params}
     return SimpleNamespace(
-        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", lora_path=None, image_data=None,
+        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", cache_salt="tenant", lora_path=None, image_data=None,
         custom_logit_processor=None, require_reasoning=False, max_thinking_tokens=None,
     )  # fmt: skip
 
@@ -102,10 +102,14 @@ def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
     async def scenario(manager, subject):
         subject.offer(user_request(stop=["."]), LAYOUT, ANSWER)
         request = await manager.next_request()
-        # The user's extra_key includes the salt by then; adding it again would change the namespace.
+        # The salt is the request's own, not its layout's.
         assert layout_of(request) == PromptLayout(LAYOUT.chunks, None, "full") and request.input_ids == [1, 2, 3]
         assert request.sampling_params["stop"] == ["."] and request.sampling_params["custom_params"]["mine"] == 1
-        assert request.extra_key == "key" and not request.stream and not request.log_metrics
+        assert (
+            (request.extra_key, request.cache_salt) == ("key", "tenant")
+            and not request.stream
+            and not request.log_metrics
+        )
         manager.reply(tokens)
 
     assert run(scenario) == {"requests": 1, **dict.fromkeys(agreements, 1)}

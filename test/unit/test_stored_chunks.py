@@ -294,7 +294,7 @@ def test_a_copy_is_protected_while_it_is_stored(storage):
     server.compute([chunk_of(C)])
     server.settle()
     server.evict()
-    server.tree.end_of(array("q", [*C][:2]), server.chunks.catalog[0].key.namespace)
+    server.tree.end_of(array("q", [*C][:2]), chunk_of(C).key.namespace)
     server.tree.host.evict(8)
     assert server.states(server.ask(C)) == ["host"]
     storage.open.set()
@@ -329,7 +329,7 @@ def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
         model.register_buffer("table", torch.zeros(table_size), persistent=False)
         for name, weight in tensors.items():
             model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
-        with mock.patch.object(identities, "get_parallel", lambda: SimpleNamespace(tp_rank=rank, tp_size=2)):
+        with mock.patch.object(identities, "tp_rank", lambda: rank):
             return identities.model_identity(runner_of(model, **more))
 
     assert identity() == identity(path="elsewhere") == identity(table_size=8)

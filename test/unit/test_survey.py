@@ -11,7 +11,6 @@ from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from sglang_lazy.chunks import catalog, survey
-from sglang_lazy.core.keys import tenant_key
 from sglang_lazy.scheduler import control
 from sglang_lazy.serving import surveys
 from sglang_lazy.serving.surveys import Surveys, merged
@@ -127,7 +126,7 @@ def test_a_tenants_survey_counts_its_own_chunks():
     loop = Loop()
     for i, tenant in enumerate([None, "a", "b"]):
         chunks = [A, B, C][: i + 1]
-        loop.submit([*chunks, QUESTION], f"t{i}", cache_salt=tenant, extra_key=tenant_key(tenant, None))
+        loop.submit([*chunks, QUESTION], f"t{i}", cache_salt=tenant)
     loop.run()
     for tenant in (None, "a", "b", "c"):
         check(surveyed(loop, tenant=tenant), listed(loop, tenant)["chunks"])

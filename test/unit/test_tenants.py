@@ -1,13 +1,11 @@
 """The salt, the client's own key and the adapter: what becomes of them on the way to the cache never makes two the
 same."""
 
-import json
 import types
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -15,78 +13,55 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from starlette.datastructures import Headers
 
 from sglang_lazy.chunks.catalog import tenant_of
-from sglang_lazy.core.keys import Namespace, TenantKey, tenant_key
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.serving.tenants import compute_extra_key, send_plain, take_salt
-from sglang_lazy.serving.requests import check_cache_salt, keep_apart, salt_of
+from sglang_lazy.port.serving.tenants import take_salt, to_scheduler
+from sglang_lazy.port.serving.typed import convert_request
+from sglang_lazy.serving.requests import check_cache_salt, salt_of
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=500)
 
-# Few letters, some of them those of the encoding, so that joined strings would often be equal.
-names = st.none() | st.text('a0[]",:\\', min_size=1, max_size=4)
-adapters = st.none() | st.sampled_from(["a", "0", "a0", "null]", '"]'])
-identities = st.tuples(names, names, adapters)
+ADAPTERS = ("a" * 32, "0" * 32)
+"""Ids as SGLang makes them, all of one length."""
+names = st.none() | st.text("a0/", min_size=1, max_size=3) | st.sampled_from(ADAPTERS)
+identities = st.tuples(names, names, st.none() | st.sampled_from(ADAPTERS))
 
 
 def request_of(salt, extra_key, adapter):
     """As the scheduler makes it, after which SGLang has appended the adapter."""
     params = SamplingParams()
     params.normalize(None)
-    return Req("r", "", [1], params, vocab_size=9, extra_key=tenant_key(salt, extra_key), lora_id=adapter)
+    sent = to_scheduler(types.SimpleNamespace(extra_key=extra_key, sampling_params=params))
+    fields = dict(extra_key=sent.extra_key, cache_salt=salt, lora_id=adapter)
+    return Req("r", "", [1], params, vocab_size=9, **fields)
 
 
 @repeatable
 @given(identities, identities)
 def test_distinct_tenants_share_nothing(one, other):
     """Neither text (SGLang's key in its tree) nor chunks."""
-    keys = [request_of(*identity).extra_key for identity in (one, other)]
-    assert (keys[0] == keys[1]) == (one == other)
-    places = [RadixKey([1, 2], key).child_key() for key in keys]
+    reqs = [request_of(*identity) for identity in (one, other)]
+    places = [RadixKey([1, 2], req.extra_key, cache_salt=req.cache_salt).child_key() for req in reqs]
     assert (places[0] == places[1]) == (one == other)
-    chunks = [
-        Namespace("chunk", key, salt, None, adapter) for key, (salt, _, adapter) in zip(keys, (one, other), strict=True)
-    ]
+    chunks = [Namespace("chunk", req.extra_key, req.cache_salt, None, req.lora_id) for req in reqs]
     assert (chunks[0] == chunks[1]) == (one == other)
-    stored = [(chunk.own_key, chunk.adapter) for chunk in chunks]  # objects in storage have these in their names
+    stored = [(chunk.own_key, chunk.cache_salt, chunk.adapter) for chunk in chunks]  # in the names of stored objects
     assert (stored[0] == stored[1]) == (one == other)
 
 
 @repeatable
 @given(identities)
-def test_a_key_says_what_it_is_made_of(identity):
+def test_a_namespace_says_whose_it_is(identity):
     salt, extra_key, adapter = identity
     chunk = Namespace("chunk", request_of(*identity).extra_key, salt, None, adapter)
-    assert chunk.own_key == tenant_key(salt, extra_key)
-    assert chunk.own_key is None or json.loads(chunk.own_key) == [salt, extra_key]
+    assert chunk.own_key == (None if extra_key is None else f"{extra_key}/")
     assert tenant_of(chunk) == (salt if extra_key is None else (chunk.own_key, salt))
 
 
 def test_an_empty_key_is_none():
-    assert tenant_key(None, "") is None and tenant_key("a", "") == tenant_key("a", None)
-
-
-@pytest.mark.parametrize("salt, key", [("t10", None), ("t1", "0"), (None, "t10"), (None, '["t10",null]')])
-def test_no_client_s_key_reads_like_a_tenant_s(salt, key):
-    others = {("t10", None), ("t1", "0"), (None, "t10"), (None, '["t10",null]')} - {(salt, key)}
-    assert keep_apart(salt, key) not in {keep_apart(*other) for other in others}
-
-
-def test_on_openai_s_routes():
-    def extra_key(**fields):
-        request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}], **fields)
-        return compute_extra_key(None, None, request)
-
-    assert extra_key(cache_salt="t1", extra_key="0") == tenant_key("t1", "0") != tenant_key("t10", None)
-    assert extra_key(cache_salt="t1") == tenant_key("t1", None)
-    unsalted = extra_key(extra_key="0")
-    assert unsalted == "0" and not isinstance(unsalted, TenantKey), "a layout may add the salt"
-    for bad in ("a\nb", "\ud800", "a" * 257, ["a"]):
-        with pytest.raises(ValueError, match="extra_key must be"):
-            extra_key(extra_key=bad)
-    for bad in ("", "a\nb", "\ud800", "a" * 257):
-        with pytest.raises(ValueError, match="cache_salt must be"):
-            extra_key(cache_salt=bad)
+    assert request_of(None, "", None).extra_key in (None, "")
+    assert request_of(None, "", "a" * 32).extra_key == "a" * 32
 
 
 def headers(*salts):
@@ -97,17 +72,25 @@ def test_the_header_holds_on_every_route():
     def salted(*salts, **fields):
         obj = GenerateReqInput(**{"text": "Who?", **fields})
         obj.normalize_batch_and_arguments()
-        take_salt(None, obj, types.SimpleNamespace(headers=headers(*salts)) if salts else None)
-        return obj.extra_key
+        take_salt(None, obj, types.SimpleNamespace(headers=headers(*salts)))
+        return obj.cache_salt
 
-    assert salted("a") == tenant_key("a", None) and salted("a", extra_key="k") == tenant_key("a", "k")
-    assert salted() is None and salted(extra_key="k") == "k"
-    assert salted("a", extra_key=tenant_key("a", "k")) == tenant_key("a", "k"), "a surface has applied it already"
-    assert salted("a", text=["x", "y"]) == [tenant_key("a", None)] * 2
-    assert salted("a", text=["x", "y"], sampling_params={"n": 2}) == [tenant_key("a", None)] * 4
-    assert salted("a", text=["x", "y"], extra_key=["k", "l"]) == [tenant_key("a", "k"), tenant_key("a", "l")]
+    assert salted("a") == salted("a", cache_salt="a") == salted(cache_salt="a") == "a" and salted() is None
+    assert salted("a", text=["x", "y"]) == ["a"] * 2
+    assert salted("a", text=["x", "y"], sampling_params={"n": 2}) == ["a"] * 4
+    assert salted(text=["x", "y"], cache_salt=["a", "b"]) == ["a", "b"]
+    for fields in ({"cache_salt": "b"}, {"text": ["x", "y"], "cache_salt": ["a", "b"]}):
+        with pytest.raises(ValueError, match="cache_salt and X-Cache-Salt disagree"):
+            salted("a", **fields)
     with pytest.raises(ValueError, match="X-Cache-Salt is given twice"):
         salted("a", "a")
+
+
+def test_an_engines_requests_have_no_headers():
+    obj = GenerateReqInput(text="Who?", cache_salt="a")
+    obj.normalize_batch_and_arguments()
+    take_salt(None, obj)
+    assert obj.cache_salt == "a"
 
 
 def test_the_salt_of_body_and_header():
@@ -128,11 +111,18 @@ def test_salts_are_printable(salt):
     assert check_cache_salt("é 東" + "x" * 253) and check_cache_salt(None) is None
 
 
+@pytest.mark.parametrize("bad", ["a\nb", "\ud800", "a" * 257])
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+def test_names_of_plain_prompts_are_printable(field, bad):
+    for value in (bad, ["a", bad]):
+        with pytest.raises(ValueError, match=f"{field} must be"):
+            convert_request(GenerateReqInput(text="Who?", **{field: value}))
+
+
 def test_messages_to_the_scheduler_have_plain_strings():
     """msgpack knows no others."""
     packed = PromptLayout(((0, 1),)).pack()
     params = SamplingParams(custom_params={"sglang_lazy": packed, "mine": 1})
-    sent = send_plain(types.SimpleNamespace(extra_key=tenant_key("a", None), sampling_params=params))
-    assert type(sent.extra_key) is str and sent.extra_key == tenant_key("a", None)
+    sent = to_scheduler(types.SimpleNamespace(sampling_params=params))
     assert type(sent.sampling_params.custom_params["sglang_lazy"]) is str
     assert sent.sampling_params.custom_params == {"sglang_lazy": str(packed), "mine": 1}

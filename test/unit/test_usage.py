@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from sglang_lazy.core.keys import Namespace, tenant_key
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.serving import usage
 from sglang_lazy.serving.usage import PERIODS, SECONDS, SHOWN_CHUNKS, SHOWN_PROMPTS, Usage
 
@@ -13,7 +13,7 @@ NOW = 1_000_000.0
 
 
 def shared(salt=None, extra_key=None):
-    return Namespace("chunk", tenant_key(salt, extra_key), salt)
+    return Namespace("chunk", extra_key, salt)
 
 
 def report(*chunks):

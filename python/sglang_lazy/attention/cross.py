@@ -10,9 +10,10 @@ import torch
 
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
+from sglang_lazy.attention.rows import Pass
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, read_here, to_device
-from sglang_lazy.core.state import LinkedRequest, lazy_state
+from sglang_lazy.core.state import LinkedRequest
 
 AFTER_ALL = 2**30
 """The position of queries that see all KV tokens; small enough for kernels to add to it."""
@@ -33,17 +34,16 @@ class CrossBatch:
 
     @classmethod
     def of(
-        cls, batch: Any, separate: bool = True, max_rows: float = math.inf, *, windows: bool = False
+        cls, current: Pass, separate: bool = True, max_rows: float = math.inf, *, windows: bool = False
     ) -> "CrossBatch | None":
-        """The description of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
-        states = [lazy_state(req) for req in batch.reqs]
-        slots = [state.cross_slots if isinstance(state, LinkedRequest) else None for state in states]
+        """The description of a pass about to run; None if none of its requests reads chunks."""
+        slots = [state.cross_slots if isinstance(state, LinkedRequest) else None for state in current.states]
         if all(part is None for part in slots):
             return None
         for part in slots:
             if part is not None:  # its request may end and free it before the pass has run
                 read_here(part)
-        return cls(slots, None if batch.forward_mode.is_decode_or_idle() else batch.extend_lens)
+        return cls(slots, current.extend_lens)
 
     def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:
         """Fill `metadata` for a decode step.  rows: int64 [metadata's size], including padding at the end."""

@@ -209,6 +209,12 @@ class RowCache:
         if not chunked:
             self.store.back_up(nodes.chunks.nodes)
 
+    def let_go_of_chunks(self, req: Any) -> None:
+        """Unlock the chunks of a row that does not depend on them any more."""
+        row: RowNodes = req.last_node
+        self.store.unlock_chunks(row.chunks)
+        row.chunks = ChunkNodes([], [], num_locks=1)
+
     def move_lock(self, req: Any, nodes: RowNodes) -> None:
         """Replace the nodes that SGLang has locked for a request."""
         self.lock(nodes)

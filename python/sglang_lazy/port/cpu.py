@@ -8,19 +8,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 logger = logging.getLogger(__name__)
 
 CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
 
 
-def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: on a CPU, set the backends that are not set to ones that work.
+def choose_backends(args: Any) -> None:
+    """On a CPU, set the backends of `ServerArgs` that are not set, and not resolved yet, to ones that work.
 
     SGLang's default attention backend needs kernels that only some CPUs have; its LoRA and grammar backends need a GPU.
     """
-    if args.device != "cpu" or getattr(args, "_resolution_finished", False):
+    if args.device != "cpu":
         return
     unset = {name: value for name, value in CPU_SETTINGS.items() if getattr(args, name) is None}
     if (args.enable_lora or args.lora_paths) and args.lora_backend == "csgmv":  # SGLang's default
@@ -69,6 +69,14 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 HOOKS = (
-    Hook("sglang.srt.server_args.ServerArgs.resolve_once", choose_backends, "BEFORE"),
-    *(Hook(f"{_LORA}.{method}", without_pinning, "AROUND") for method in ("__init__", "prepare_lora_batch")),
+    *(
+        repair(
+            f"{_LORA}.{method}",
+            without_pinning,
+            "AROUND",
+            "LoRA on a CPU, where memory cannot be pinned",
+            "SGLang's LoRA pins memory only beside a GPU",
+        )
+        for method in ("__init__", "prepare_lora_batch")
+    ),
 )

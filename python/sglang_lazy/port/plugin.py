@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.hooks import Hook, apply, missing
+from sglang_lazy.port.hooks import Hook, apply, missing, required
 
 SGLANG_VERSION = "0.5.23"
 CACHE_BACKEND = "lazy"
@@ -50,15 +50,13 @@ def install() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, logprobs, model_runner, probing
+    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
-        aborts,
         adapters,
         auth,
         logs,
         operators,
-        sent_logprobs,
         sessions,
         stored_responses,
     )
@@ -71,6 +69,7 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
+        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -81,11 +80,9 @@ def install() -> None:
     modules = (
         cpu,
         abort_tasks,
-        aborts,
         adapters,
         auth,
         logs,
-        sent_logprobs,
         operators,
         sessions,
         stored_responses,
@@ -95,11 +92,11 @@ def install() -> None:
         schedule_policy,
         lora,
         memory,
+        storage,
         comb,
         comb_lora,
         model_runner,
         graphs,
-        logprobs,
         probing,
         surfaces,
         malformed,
@@ -138,7 +135,7 @@ def check_version() -> None:
 
 
 def verify() -> None:
-    """Raise RuntimeError naming every hook that is not in place."""
+    """Raise RuntimeError naming every hook that is not in place, repairs aside."""
     if lost := missing(_hooks):
         raise RuntimeError(f"sglang-lazy is not in place in this process; missing hooks: {lost}")
     if not _hooks:
@@ -155,10 +152,18 @@ def provide_rotary_import() -> None:
         sys.modules["vllm._custom_ops"] = stand_in
 
 
-def choose_cache(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: make ours the default cache."""
-    if not getattr(args, "_resolution_finished", False) and args.radix_cache_backend is None:
+def choose_flags(args: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `ServerArgs.resolve_once`: make ours the default cache, add the self-test to SGLang's warm-ups, and on a
+    CPU choose backends that work there."""
+    from sglang_lazy.port.cpu import choose_backends
+    from sglang_lazy.port.serving import selftest
+
+    if getattr(args, "_resolution_finished", False):
+        return
+    if args.radix_cache_backend is None:
         args.radix_cache_backend = CACHE_BACKEND
+    args.warmups = ",".join(filter(None, (args.warmups, selftest.NAME)))
+    choose_backends(args)
 
 
 def create_cache(context: Any) -> Any:
@@ -177,4 +182,12 @@ def create_cache(context: Any) -> Any:
     raise RuntimeError("sglang-lazy: the attention backend was created before the plugin was installed")
 
 
-HOOKS = (Hook("sglang.srt.server_args.ServerArgs.resolve_once", choose_cache, "BEFORE"),)
+HOOKS = (
+    required(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        choose_flags,
+        "BEFORE",
+        "launch",
+        "SGLang's flags make our cache the default",
+    ),
+)

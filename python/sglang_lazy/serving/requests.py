@@ -145,6 +145,13 @@ def check_cache_salt(cache_salt: Any) -> str | None:
     return None if cache_salt is None else check_name("cache_salt", cache_salt)
 
 
+def check_salts(salts: Any) -> Any:
+    """`salts` if it is a name or None, or a list of such for a batch, else ValueError."""
+    for salt in salts if isinstance(salts, list) else [salts]:
+        check_cache_salt(salt)
+    return salts
+
+
 def salt_in(headers: Any) -> str | None:
     """The salt in a request's headers (Starlette's), None without one.
 
@@ -227,6 +234,8 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
+    if (obj.sampling_params.get("beam_width") or 1) > 1:
+        raise ValueError("a prompt with chunks cannot be combined with beam search (beam_width)")
     chunks_end = layout.chunks[-1][1]
     start = getattr(obj, "logprob_start_len", None)
     if getattr(obj, "return_logprob", False) and start is not None and 0 <= start < chunks_end:

@@ -1,5 +1,6 @@
 """Reports of reuse in results: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -12,8 +13,7 @@ from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.usage import Usage
 
-_REUSE_ATTR = "_sglang_lazy_reuse"
-_COUNTED_ATTR = "_sglang_lazy_counted"
+_SHARED_ATTR = "_sglang_lazy_shared_report"
 
 
 class CachedTokens(int):
@@ -56,25 +56,42 @@ def chunk_report(
     ]
 
 
+@dataclasses.dataclass(eq=False)
+class _SharedReport:
+    """What the samples of a prompt report. SGLang computes the prompt before them, and they then find all of it cached:
+    the first report counts.
+
+    reuse: that report, None before it.  counted: the request whose end `Usage` has recorded, None before that.
+    """
+
+    reuse: tuple | None = None
+    counted: Any = None
+
+
+def share_report(obj: Any) -> None:
+    """Let the samples of a prompt, which SGLang makes as copies of `obj`, share one report."""
+    setattr(obj, _SHARED_ATTR, _SharedReport())
+
+
 async def annotated(
-    outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, parent: Any, usage: Usage
+    outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, usage: Usage
 ) -> AsyncGenerator[dict, None]:
     """`outputs` of a request with a layout, with the scheduler's bit mask of hits turned into a report.
 
-    parent: for n > 1, the state that the samples of the prompt share, else None.
     usage: records the prompt, once, unless it is an internal one.
     Raises ValueError if the scheduler refused the request, unless other requests share the stream.
     """
     async with aclosing(outputs):
         async for out in outputs:
-            _annotate(out["meta_info"], layout, obj, parent, usage)
+            _annotate(out["meta_info"], layout, obj, usage)
             yield out
 
 
-def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent: Any, usage: Usage) -> None:
+def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, usage: Usage) -> None:
+    shared: _SharedReport | None = getattr(obj, _SHARED_ATTR, None)
     finish_reason = meta_info["finish_reason"]
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
-    if refused and (parent is not None or getattr(obj, "is_single", False)):
+    if refused and (shared is not None or getattr(obj, "is_single", False)):
         raise ValueError(finish_reason["message"])
     if finish_reason is not None and layout.chunks:
         meta_info["link"] = layout.link
@@ -85,9 +102,8 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     details = dict(meta_info.get("cached_tokens_details") or {})
     hits, parts = int(details.pop("chunk_hits", "0"), 16), details.pop("chunk_parts", "")
     reuse = (meta_info["cached_tokens"], hits, parts, details)
-    if parent is not None:
-        # SGLang computes the prompt before its n samples, which then find all of it cached: the first report counts.
-        reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)
+    if shared is not None:
+        reuse = shared.reuse = shared.reuse or reuse
     cached_tokens, hits, parts, details = reuse
     # If chunks are outside the text (Comb), the scheduler's own count covers only the text.
     if "prompt" in details:
@@ -97,7 +113,8 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     if finish_reason is not None:
         pairs = (map(int, part.split(":")) for part in parts.split(",") if part)
         meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits, {index: n for index, n in pairs})
-        first = parent is None or vars(parent).setdefault(_COUNTED_ATTR, obj) is obj
-        if first and getattr(obj, "log_metrics", True):
+        if shared is not None:
+            shared.counted = shared.counted or obj
+        if (shared is None or shared.counted is obj) and getattr(obj, "log_metrics", True):
             namespace = Namespace("chunk", obj.extra_key, layout.cache_salt)
             usage.add(namespace, layout.link, meta_info["chunks"], details.get("chunk", 0), time.time())

@@ -7,8 +7,18 @@ from sglang_lazy.testing import EngineProcess, device_flags, device_options, run
 
 @pytest.fixture(scope="package")
 def server_flags(tiny_model) -> list[str]:
-    flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--chunked-prefill-size", "512", *device_flags()]
-    flags += ["--enable-cache-report", "--decode-log-interval", "1", "--random-seed", "1"]
+    flags = [
+        "--model-path",
+        tiny_model,
+        "--served-model-name",
+        "default",
+        "--max-total-tokens",
+        "8000",
+        "--chunked-prefill-size",
+        "512",
+        *device_flags(),
+    ]
+    flags += ["--enable-cache-report", "--enable-response-store", "--decode-log-interval", "1", "--random-seed", "1"]
     # The default on a CPU; a random model might write blanks for ever.
     flags += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace"]
     return [*flags, "--sleep-on-idle"]  # leaves the cores of a small machine to other servers

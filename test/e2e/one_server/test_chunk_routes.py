@@ -213,7 +213,7 @@ def test_prompts_name_a_chunk_by_its_id(server):
         "/v1/messages": {"messages": [{"role": "user", "content": content}]},
     }
     for path, body in ((path, {**body, "stream": stream}) for path, body in bodies.items() for stream in (False, True)):
-        full = {"model": "any", "max_tokens": 2, "store": False, **body} if path != "/generate" else body
+        full = {"model": "default", "max_tokens": 2, "store": False, **body} if path != "/generate" else body
         known = requests.post(server + path, json=full, headers={"X-Cache-Salt": salt}, timeout=60)
         assert known.status_code == 200, (path, known.text)
         for other in ("other", None):
@@ -238,7 +238,7 @@ def test_malformed_ids_are_no_unknown_chunks(server, name):
         "/v1/messages": messages,
     }
     for path, body in bodies.items():
-        full = {"model": "any", "max_tokens": 2, **body} if path != "/generate" else body
+        full = {"model": "default", "max_tokens": 2, **body} if path != "/generate" else body
         answer = requests.post(server + path, json=full, timeout=60)
         assert answer.status_code == 400 and "has 16 to 64 hexadecimal digits" in answer.text, (path, answer.text)
     for method, path in (("GET", ""), ("PATCH", ""), ("DELETE", ""), ("GET", "/uses")):

@@ -123,10 +123,10 @@ def test_link_in_chat(server):
 
     path, parts = "/v1/chat/completions", [text("See "), chunk(RIVER), chunk(LIBRARY), text("\nWho?")]
     default, block, full = (call(server, path, **body(link=link))["choices"][0] for link in (None, "block", "full"))
-    assert default["token_ids"] == block["token_ids"] != full["token_ids"]
+    assert default["response_token_ids"] == block["response_token_ids"] != full["response_token_ids"]
     assert [one["meta_info"]["link"] for one in (default, block, full)] == ["block", "block", "full"]
     assert full["prompt_token_ids"] == block["prompt_token_ids"]
-    assert full["token_ids"] == generate(server, input_ids=full["prompt_token_ids"])["output_ids"]
+    assert full["response_token_ids"] == generate(server, input_ids=full["prompt_token_ids"])["output_ids"]
     assert "link must be one of" in refusal(server, path, **body(link="half"))
     plain = [{"role": "user", "content": "Who?"}]
     assert "link needs a prompt with chunk parts" in refusal(server, path, **body(messages=plain, link="full"))

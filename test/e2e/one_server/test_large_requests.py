@@ -44,8 +44,12 @@ CASES = {
     ),
     "parts of a message": ("/v1/messages", chat(PARTS), TOO_MANY),
     "documents": ("/v1/messages", chat(DOCUMENTS), TOO_MANY),
-    "parts of an input": ("/v1/responses", {"model": "m", "input": [{"role": "user", "content": PARTS}]}, TOO_MANY),
-    "a divided input": ("/v1/responses", divided({"model": "m", "input": DIVIDED}), TOO_MANY),
+    "parts of an input": (
+        "/v1/responses",
+        {"model": "default", "input": [{"role": "user", "content": PARTS}]},
+        TOO_MANY,
+    ),
+    "a divided input": ("/v1/responses", divided({"model": "default", "input": DIVIDED}), TOO_MANY),
     "a divided text under full": ("/generate", divided({"text": DIVIDED, "link": "full", **ONE}), TOO_LONG),
     "a divided chat under full": ("/v1/chat/completions", divided(chat(DIVIDED, link="full")), TOO_LONG),
     "registered chunks": ("/chunks", {"chunks": [f"{i}{LONG}" for i in range(2)]}, None),
@@ -61,7 +65,7 @@ CASES = {
     "a long completion": ("/v1/completions", {**MODEL, "prompt": LONG}, TOO_LONG),
     "a long chat": ("/v1/chat/completions", chat(LONG), TOO_LONG),
     "a long chat with a chunk": ("/v1/chat/completions", chat([*PARTS[:1], {"type": "text", "text": LONG}]), TOO_LONG),
-    "a long input": ("/v1/responses", {"model": "m", "input": LONG}, TOO_LONG),
+    "a long input": ("/v1/responses", {"model": "default", "input": LONG}, TOO_LONG),
 }
 
 

@@ -40,11 +40,11 @@ def requests_of(dice):
         yield "/generate", {**salted, "link": name(), "cache_salt": name()}
         yield "/generate", {"segments": [{"type": "chunk", "id": f"{dice.getrandbits(64):016x}"}], "cache_salt": name()}
         yield "/generate", {"text": name(30), "sampling_params": one, "extra_key": name()}
-        yield "/v1/completions", {"model": "m", "prompt": name(30), "max_tokens": 1, "cache_salt": name()}
+        yield "/v1/completions", {"model": "default", "prompt": name(30), "max_tokens": 1, "cache_salt": name()}
         message = {"role": "user", "content": [*chunks(2, 12), {"type": "text", "text": name(20)}]}
-        yield "/v1/chat/completions", {"model": "m", "messages": [message], "max_tokens": 1, "cache_salt": name()}
-        yield "/v1/messages", {"model": "m", "messages": [message], "max_tokens": 1, "cache_salt": name()}
-        response = {"model": "m", "input": [message], "max_output_tokens": 16, "cache_salt": name()}
+        yield "/v1/chat/completions", {"model": "default", "messages": [message], "max_tokens": 1, "cache_salt": name()}
+        yield "/v1/messages", {"model": "default", "messages": [message], "max_tokens": 1, "cache_salt": name()}
+        response = {"model": "default", "input": [message], "max_output_tokens": 16, "cache_salt": name()}
         yield "/v1/responses", {**response, "store": False}
         ids = {"input_ids": [dice.randrange(10, 500) for _ in range(3)]}
         yield "/chunks", {"chunks": [ids, name(10)], "cache_salt": name(), "pin": True, "ttl": 1}

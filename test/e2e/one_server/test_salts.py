@@ -36,8 +36,8 @@ def cached(server, route, salt, extra_key=None):
     answer = requests.post(server + route.partition(" ")[0], json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     answer = answer.json()
-    if isinstance(answer, list):
-        (answer,) = answer
+    if "predictions" in answer:
+        (answer,) = answer["predictions"]
     if "usage" in answer:
         details = answer["usage"]["prompt_tokens_details"] or {}
         return details.get("cached_tokens", 0) - details.get("chunk_tokens", 0)
@@ -54,6 +54,15 @@ def test_salt_and_key_are_kept_apart(server, route):
         assert cached(server, route, salt, key) <= 1, (salt, key)
     for salt, key in ((f"{name}0", None), *others):
         assert cached(server, route, salt, key) > 20, "each finds its own"
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route != "/vertex_generate"])
+def test_the_body_s_salt_is_the_header_s(server, route):
+    name = uuid.uuid4().hex[:8]
+    answer = requests.post(server + route.partition(" ")[0], json={**ROUTES[route], "cache_salt": name}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert cached(server, route, f"{name}0") <= 1 and cached(server, route, None, name) <= 1
+    assert cached(server, route, name) > 20
 
 
 def test_the_header_holds_on_routes_that_report_nothing(server):

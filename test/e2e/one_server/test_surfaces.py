@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+import torch
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
 from served import TOLERANCE
 from transformers import AutoTokenizer
@@ -177,7 +178,7 @@ BAD = {
     "too many chunks": (dict(segments=[chunk("x")] * 257), "more than the 256 chunks that are allowed"),
     "too long": (dict(segments=[chunk("x " * 3000), text("?")]), "longer than the model's context length"),
     "bad salt": (dict(segments=[chunk("x")], cache_salt=1), "cache_salt must be a non-empty string"),
-    "salt alone": (dict(text="x", cache_salt="a"), "cache_salt needs a prompt given as segments"),
+    "bad salt alone": (dict(text="x", cache_salt=""), "cache_salt must be a non-empty string"),
     "salt by its old name": (dict(segments=[chunk("x")], salt="a"), "unknown field 'salt': did you mean 'cache_salt'?"),
     "mistyped temperature": (
         dict(segments=[chunk("x")], sampling_params={"temperature": "0"}),
@@ -246,7 +247,8 @@ def test_completions_answer_what_generate_does(post, generate):
         assert answer["choices"][0]["text"] == whole[answered]
         stream = events(complete(post, segments, link=link, stream=True, stream_options={"include_usage": True}))
         assert "".join(choice["text"] for event in stream for choice in event["choices"]) == whole[answered]
-        assert stream[-1]["usage"] == complete(post, segments, link=link).json()["usage"]
+        counts = {name: count for name, count in stream[-1]["usage"].items() if count is not None}
+        assert counts.items() <= complete(post, segments, link=link).json()["usage"].items()
     details = complete(post, segments).json()["usage"]["prompt_tokens_details"]
     assert 0 < details["chunk_tokens"] < details["cached_tokens"]
 
@@ -345,7 +347,7 @@ def test_chat_is_the_rendered_prompt_in_segments(chat, generate, tokenizer):
         for segment in rendered
     ]
     expected = generate(segments=segments)
-    assert answer["token_ids"] == expected["output_ids"]
+    assert answer["response_token_ids"] == expected["output_ids"]
     assert [report["tokens"] for report in answer["meta_info"]["chunks"]] == [
         report["tokens"] for report in expected["meta_info"]["chunks"]
     ]
@@ -555,13 +557,17 @@ def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_m
 
 
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+SYNCHRONIZES = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="there is no GPU to synchronize, as SGLang does wherever PyTorch is built for one",
+)
 
 
 @pytest.mark.parametrize(
     ("mode", "path", "status"),
     [
         ("retract", "/update_weights_from_disk", 200),
-        ("retract", "/release_memory_occupation", 200),
+        pytest.param("retract", "/release_memory_occupation", 200, marks=SYNCHRONIZES),
         ("retract", "/flush_cache?timeout=60", 200),
         ("in_place", "/update_weights_from_disk", 400),
         ("in_place", "/release_memory_occupation", 400),
@@ -580,11 +586,11 @@ def test_a_paused_server_is_emptied_or_says_why_not(generate, post, server, tiny
             assert post("/pause_generation", mode=mode).ok
             waiting = clients.submit(post, "/generate", **body)
             answer = post(path, **({"model_path": tiny_model} if "update" in path else {}))
-            assert answer.status_code == status, answer.text
-            if path == "/release_memory_occupation" and status == 200:
+            if path == "/release_memory_occupation" and answer.ok:
                 assert post("/resume_memory_occupation").ok
             assert post("/continue_generation").ok
             *_, last, done = lines
+        assert answer.status_code == status, answer.text
         assert done == b"[DONE]" and json.loads(last)["output_ids"] == expected
         assert waiting.result().json()["output_ids"] == expected
 
@@ -628,7 +634,8 @@ def test_engine_refuses_bad_segments(engine):
         ({"segments": [""]}, r"segments\[0\]"),
         ({"segments": [sgl.chunk("x")] * 5}, "more than the 4 chunks that are allowed"),
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
-        ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string"),
+        ({"segments": ["x", sgl.chunk("y")], "sampling_params": {"beam_width": 2}}, "beam search"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
         ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
         ({"segments": ["x"], "link": "query:ratio=0"}, "ratio must be above 0 and at most 1"),

@@ -46,8 +46,9 @@ from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
+from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.pools import WindowSlots
-from sglang_lazy.port.cache.tiers import Tiers
+from sglang_lazy.port.cache.tiers import HostMemories, Tiers
 from sglang_lazy.port.model.images import order_images
 
 
@@ -86,7 +87,7 @@ class CompositeCache:
     window_slots: WindowSlots | None
     mirror: Mirror
     tiers: Tiers | None
-    events: Any
+    events: BlockEvents | None
     admission: Any
 
     def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], window_slots: WindowSlots | None = None):
@@ -233,14 +234,14 @@ class CompositeCache:
     def _evict(self, params: EvictParams, plain_gives: Callable[[EvictParams], EvictResult]) -> EvictResult:
         """Copies under way lock what they read or write: if eviction falls short, it waits for them."""
         begun, given = time.perf_counter(), EvictResult()
+        windows_before = 0 if self.window_slots is None else self.window_slots.available_size()
         own = self._evict_tokens(params.num_tokens, self.tree, given, plain_gives)
         if self.windows is None:
             if params.swa_num_tokens:
                 self._give(EvictParams(swa_num_tokens=params.swa_num_tokens), given, plain_gives)
         else:
-            before = self.window_slots.available_size()
-            self._evict_windows(before + params.swa_num_tokens, given, plain_gives)
-            given.swa_num_tokens_evicted = self.window_slots.available_size() - before
+            self._evict_windows(windows_before + params.swa_num_tokens, given, plain_gives)
+            given.swa_num_tokens_evicted = self.window_slots.available_size() - windows_before
         if params.mamba_num:
             self._give(EvictParams(mamba_num=params.mamba_num), given, plain_gives)
         self.plain.update_eviction_metrics(own, begun)
@@ -352,6 +353,12 @@ class CompositeCache:
     def is_copying(self) -> bool:
         """Whether chunks are being copied between device and host."""
         return self.tiers is not None and self.tiers.is_copying
+
+    @property
+    def token_to_kv_pool_host(self) -> Any:
+        """All host memory, which only SGLang's metrics ask for here."""
+        plain = getattr(self.plain, "token_to_kv_pool_host", None) or getattr(self.plain, "full_kv_pool_host", None)
+        return plain if self.tiers is None else HostMemories(plain, self.tiers.host.memory.slots)
 
     def attach_storage_backend(self, *_args: Any, **_kwargs: Any) -> tuple[bool, str]:
         return False, "sglang-lazy connects storage at the start alone: --hicache-storage-backend"

@@ -16,9 +16,10 @@ from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.cache.connect import connect_storage
-from sglang_lazy.port.cache.pools import OneTree, Pool, WindowSlots
+from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
 from sglang_lazy.port.cache.tier_report import HostReport
 from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.comb import chunk_pool_of
@@ -35,8 +36,9 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
         plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
     windows = WindowSlots(slots, params.sliding_window_size) if context.is_hybrid_swa else None
-    cache = CompositeCache(plain, tree := RadixTree(slots, order, clock), clock, windows)
-    device = Pool(slots, cache)
+    own = slots if windows is None else HybridSlots(slots)
+    cache = CompositeCache(plain, tree := RadixTree(own, order, clock), clock, windows)
+    device = Pool(own, cache)
     if pool is None:
         cache.rows = RowCache(ChunkStore(tree, device, cache.windows), params.req_to_token_pool)
     else:
@@ -51,6 +53,11 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         table_of(params.req_to_token_pool).loads = tiers.transfers
         if get_memory().hicache_storage_backend is not None:
             tiers.connect(connect_storage(cache.store, tiers.host, tiers.agree, runner, params.enable_metrics))
+    if params.enable_kv_cache_events:
+        cache.events = BlockEvents()
+        tree.parts += (cache.events,)
+        if cache.tiers is not None:
+            cache.tiers.watchers.each.append(cache.events)
     return cache
 
 

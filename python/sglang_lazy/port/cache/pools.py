@@ -24,14 +24,12 @@ class Trees(Protocol):
 
 
 class Pool:
-    """A `Device` over SGLang's allocator, whose slots `trees` give back."""
+    """A `Device` over SGLang's allocator, or `HybridSlots` over it, whose slots `trees` give back."""
 
     def __init__(self, allocator: Any, trees: Trees):
-        self._allocator, self._trees = allocator, trees
-        self.device, self.free, self.alloc = torch.device(allocator.device), allocator.free, allocator.alloc
+        self._allocator, self._trees, self.device = allocator, trees, torch.device(allocator.device)
+        self.free, self.alloc, self.available_size = allocator.free, allocator.alloc, allocator.available_size
         self.take, self.evictable_size = trees.take, trees.full_evictable_size
-        has_windows = trees.window_memory() is not None
-        self.available_size = allocator.full_available_size if has_windows else allocator.available_size
 
     @property
     def size(self) -> int:
@@ -71,6 +69,23 @@ class OneTree:
 
     def window_memory(self) -> WindowMemory | None:
         return None
+
+
+class HybridSlots:
+    """The slots of SGLang's hybrid allocator, where those that have lost their window KV are freed like others."""
+
+    def __init__(self, allocator: Any):
+        self._allocator, self.device = allocator, torch.device(allocator.device)
+        self.alloc, self.available_size = allocator.alloc, allocator.full_available_size
+
+    @property
+    def size(self) -> int:
+        return self._allocator.size
+
+    def free(self, slots: torch.Tensor) -> None:
+        has_window = self._allocator.full_to_swa_index_mapping[slots] > 0
+        self._allocator.free(slots[has_window])
+        self._allocator.free_full(slots[~has_window])
 
 
 class WindowSlots:

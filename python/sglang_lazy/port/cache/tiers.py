@@ -1,7 +1,7 @@
 """The tiers below the device: chunks in host memory and, below it, in storage."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.runtime_context import get_memory
@@ -9,6 +9,7 @@ from sglang.srt.runtime_context import get_memory
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.host_copy import Watchers
 from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.host_slots import HostSlots
 from sglang_lazy.cache.node import Order
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.chunks.store import ChunkStore
@@ -88,6 +89,20 @@ class Tiers:
         if self.storage is not None:
             numbers["lazy_storage"] = self.storage.report.numbers()
         return numbers
+
+
+class HostMemories(NamedTuple):
+    """Host memory as SGLang's metrics count it, in tokens: that of SGLang's cache, None without, and ours."""
+
+    plain: Any
+    own: HostSlots
+
+    @property
+    def logical_size(self) -> int:
+        return self.own.size + (0 if self.plain is None else self.plain.logical_size)
+
+    def available_size(self) -> int:
+        return self.own.num_free + (0 if self.plain is None else self.plain.available_size())
 
 
 def _num_slots(layers: Any, device_size: int, share: float) -> int:

@@ -18,7 +18,7 @@ from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.facts import tp_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.comb_config import ARCHITECTURE
 from sglang_lazy.scheduler.producer import shares
 
@@ -129,7 +129,17 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
-    Hook(f"{_CONFIGURATOR}._apply_token_constraints", leave_room, "AROUND"),
-    Hook("sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned", plans_to_resize, "AROUND"),
-    Hook("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE"),
+    feature(
+        f"{_CONFIGURATOR}._apply_token_constraints",
+        leave_room,
+        "AROUND",
+        "the pool of encoded chunks gets its share of the memory",
+    ),
+    feature(
+        "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
+        plans_to_resize,
+        "AROUND",
+        "the pools of Comb models keep their size",
+    ),
+    feature("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE", "Comb models"),
 )

@@ -1,8 +1,8 @@
 """Comb, a Llama that reads chunks through an encoder, composed of SGLang's layers.
 
 The encoder encodes each chunk separately. The output of each of its layers is projected to the keys and values of one
-cross layer, which precedes one of the decoder's layers. The decoder reads only the text; but for the cross layers, which
-tokens of requests without chunks skip, it is a Llama. Weights are named as in the public models.
+cross layer, which precedes one of the decoder's layers. The decoder reads only the text. But for the cross layers,
+which tokens of requests without chunks skip, it is a Llama. Weights are named as in the public models.
 """
 
 from collections.abc import Iterable, Iterator

@@ -83,8 +83,7 @@ class Unfit(ValueError):
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:
-    """Reasons in the server's flags, found before the model is loaded."""
-    args.resolve_once()
+    """Reasons in the server's flags, which are resolved, found before the model is loaded."""
     flags = flags_of(args)
     wanted = {
         f"page size {flags.page_size}: chunks of any length pack without padding only at --page-size 1": (

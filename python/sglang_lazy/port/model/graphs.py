@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from sglang_lazy.attention.table import SegmentTable, table_of
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 
 _STOCK, _LINK = "stock", "link"
 
@@ -38,9 +38,10 @@ def add_variants(graph_runner: Any) -> None:
 
 
 HOOKS = (
-    Hook(
+    feature(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
         add_variants,
         "BEFORE",
+        "decode graphs for linked rows",
     ),
 )

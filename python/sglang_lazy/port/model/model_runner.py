@@ -20,8 +20,8 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
-from sglang_lazy.port.facts import flags_of, tp_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.facts import flags_of, pass_of, tp_size
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
@@ -176,7 +176,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     batch.tree_cache.admission.producer.before_forward()
     separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
+    current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
 
@@ -231,8 +231,30 @@ def layer_time(runner: Any, num_tokens: int) -> float:
 
 _RUNNERS = "sglang.srt.model_executor.runner"
 HOOKS = (
-    Hook("sglang.srt.configs.model_config.ModelConfig.from_server_args", keep_all_tokens, "AFTER"),
-    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward_batch_generation, "AROUND"),
-    Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", init_new, "AFTER"),
-    Hook(f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph", can_run_prefill_graph, "AROUND"),
+    feature(
+        "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+        keep_all_tokens,
+        "AFTER",
+        "window layers keep the KV of all tokens where one pool serves all layers",
+    ),
+    required(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        forward_batch_generation,
+        "AROUND",
+        "scheduler",
+        "forward passes know the linked rows of their batch",
+    ),
+    required(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        init_new,
+        "AFTER",
+        "scheduler",
+        "tokens of linked rows have their own positions",
+    ),
+    feature(
+        f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        can_run_prefill_graph,
+        "AROUND",
+        "batches that prefill graphs do not fit run without",
+    ),
 )

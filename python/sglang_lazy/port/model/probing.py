@@ -20,7 +20,7 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.state import as_linked, linked
 from sglang_lazy.port.facts import tp_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import KeysStored
 
 _MEASURES: dict[Measure, Callable] = {"deviation": measure_deviation, "key size": measure_key_size}
@@ -42,7 +42,7 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
         state = as_linked(req)
         if req is not batch.chunked_req and state.probe is not None:
             for name in _MEASURES.keys() & state.policy.probes:
-                _MEASURES[name](req, table.model, batch.tree_cache.rows, reduce)
+                _MEASURES[name](req, req.last_node.chunks, table.model, batch.tree_cache.rows, reduce)
             state.probe.send()
 
 
@@ -58,4 +58,11 @@ def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any
         return LogitsProcessorOutput(next_token_logits=None)
 
 
-HOOKS = (Hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute", end_at_keys, "AROUND"),)
+HOOKS = (
+    feature(
+        "sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute",
+        end_at_keys,
+        "AROUND",
+        "passes of probes that end at the keys of a layer",
+    ),
+)

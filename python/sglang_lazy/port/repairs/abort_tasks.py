@@ -3,7 +3,7 @@
 It does so for requests that were refused or answered as well. Then the id may be another request's, which would be
 aborted; or the request has not been read so far that it has one, and an error closes the connection.
 
-Can go once SGLang's task knows whether its request still runs.
+Can go once SGLang's task knows the states of its request.
 """
 
 import asyncio
@@ -11,16 +11,16 @@ from typing import Any
 
 from starlette.background import BackgroundTask
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 SECONDS = 2
 _BEGUN = "_sglang_lazy_begun"
 
 
-def begin(lifecycles: dict[str, object], _manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> dict[str, object]:
-    """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's uses of its ids."""
-    setattr(obj, _BEGUN, lifecycles)
-    return lifecycles
+def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's states."""
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    setattr(obj, _BEGUN, {rid: manager.rid_to_state[rid] for rid in rids})
 
 
 def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
@@ -28,10 +28,8 @@ def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
 
     async def abort() -> None:
         await asyncio.sleep(SECONDS)
-        for rid, lifecycle in getattr(obj, _BEGUN, {}).items():
-            samples = manager.logical_rid_to_child_rids.get(rid, ())  # once they are sent, only they are left
-            states = [manager.rid_to_state.get(one) for one in (rid, *samples)]
-            if any(state is not None and state.lifecycle_id is lifecycle for state in states):
+        for rid, state in getattr(obj, _BEGUN, {}).items():
+            if manager.rid_to_state.get(rid) is state:
                 manager.abort_request(rid)
 
     return BackgroundTask(abort)
@@ -39,6 +37,18 @@ def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
-    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", begin, "AFTER"),
-    Hook(f"{_TOKENIZER_MANAGER}.create_abort_task", create_abort_task, "AROUND"),
+    repair(
+        f"{_TOKENIZER_MANAGER}._init_req_state",
+        begin,
+        "AFTER",
+        "a stream that has ended aborts nobody else's request",
+        "SGLang's task knows whether its request still runs",
+    ),
+    repair(
+        f"{_TOKENIZER_MANAGER}.create_abort_task",
+        create_abort_task,
+        "AROUND",
+        "a stream that has ended aborts nobody else's request",
+        "SGLang's task knows whether its request still runs",
+    ),
 )

@@ -12,14 +12,20 @@ from sglang.srt.managers.io_struct import BaseReq, PickleWrapper, hook_custom_ty
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.port.facts import dp_rank, dp_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import required, unused
+
+UNUSED_HOOKS = "unused hooks"
+"""The verb that asks for the required hooks that have not run, as `unused`."""
 
 _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 
 # mypy does not know that msgspec structs take class arguments.
 class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """verb: the action of `ChunkControl`.  arguments: its keyword arguments.  now: seconds since the epoch."""
+    """verb: the action of `ChunkControl`, or UNUSED_HOOKS.  arguments: its keyword arguments.
+
+    now: seconds since the epoch.
+    """
 
     verb: str
     arguments: PickleWrapper | dict[str, Any]
@@ -52,7 +58,10 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
         rank = dp_rank()
         if admission is None:
             return ChunksReqOutput(answer=None, dp_rank=rank)
-        answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)
+        if message.verb == UNUSED_HOOKS:
+            answer = {"unused": unused("scheduler")}
+        else:
+            answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)
         return ChunksReqOutput(answer=wrap_as_pickle(answer), dp_rank=rank)
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
@@ -75,10 +84,18 @@ async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]
 
 
 HOOKS = (
-    Hook(
+    required(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
         init_communicators,
         "AFTER",
+        "tokenizer",
+        "messages about chunks reach the schedulers",
     ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", init_request_dispatcher, "AFTER"),
+    required(
+        "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+        init_request_dispatcher,
+        "AFTER",
+        "scheduler",
+        "schedulers answer messages about chunks",
+    ),
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.scheduler.steps import admission_of
 
 
@@ -24,5 +24,25 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     return original(scheduler, running_batch, last_batch)
 
 
+def send_abort_output(send: Callable, scheduler: Any, message: Any, req: Any) -> None:
+    """Around `Scheduler.send_abort_output`: no client is to be told of an internal request."""
+    if not is_internal(req):
+        send(scheduler, message, req)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),)
+HOOKS = (
+    required(
+        f"{_SCHEDULER}.get_next_batch_to_run",
+        get_next_batch_to_run,
+        "AROUND",
+        "scheduler",
+        "fills and probes end after their prefill",
+    ),
+    feature(
+        f"{_SCHEDULER}.send_abort_output",
+        send_abort_output,
+        "AROUND",
+        "no client hears of the end of an internal request",
+    ),
+)

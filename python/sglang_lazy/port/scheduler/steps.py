@@ -18,7 +18,7 @@ from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal
 from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.facts import dp_rank
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
 from sglang_lazy.port.repairs.operators import pause_empties_queue
@@ -197,10 +197,9 @@ def get_new_batch_prefill_raw(
         running_batch.batch_is_full = False  # nothing else would clear it before another request ends
     admission.gave_back = False
     admission.left_out_adapters.clear()
-    largest = scheduler.max_prefill_bs
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
-    if batch is not None:
-        scheduler.max_prefill_bs = max(largest, sum(not is_internal(req) for req in batch.reqs))
+    if batch is not None and prefill_delayer_single_pass is not None:
+        _count_users_only(prefill_delayer_single_pass, sum(map(is_internal, batch.reqs)))
     shown = admission.shown or scheduler.waiting_queue
     admission.put_back()
     admission.reconcile()
@@ -210,6 +209,13 @@ def get_new_batch_prefill_raw(
         if shown or admission.holders or lacks_room:
             admission.make_room()
     return batch, running_batch
+
+
+def _count_users_only(attempt: Any, num_internal: int) -> None:
+    """Leave internal requests out of the batch size that SGLang's `PrefillDelayerSinglePassExecutor` will be told:
+    later prefills may wait until that many users' requests wait."""
+    finalize = attempt.finalize
+    attempt.finalize = lambda *, actual_prefill_bs: finalize(actual_prefill_bs=actual_prefill_bs - num_internal)
 
 
 def prepare_for_extend(_result: Any, batch: Any) -> None:
@@ -272,7 +278,7 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
                 **hits_by_chunk(req, None),
             }
         reported = cached_tokens_details(req, state)
-        if "storage" in reported:  # a label of SGLang's metrics
+        if "storage" in reported:  # as SGLang reports it
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name
         return reported
 
@@ -314,18 +320,49 @@ def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    Hook(f"{_SCHEDULER}.get_internal_state", get_internal_state, "AFTER"),
-    Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
-    Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
-    Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
-    Hook(f"{_SCHEDULER}.is_fully_idle", is_fully_idle, "AROUND"),
-    Hook(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND"),
-    Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),
-    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, "AFTER"),
-    Hook(
+    feature(
+        f"{_SCHEDULER}.get_internal_state",
+        get_internal_state,
+        "AFTER",
+        "/server_info reports the host tier and storage",
+    ),
+    required(f"{_SCHEDULER}.__init__", attach_admission, "AFTER", "scheduler", "chunks are admitted to the schedule"),
+    required(
+        f"{_SCHEDULER}._add_request_to_queue",
+        add_request_to_queue,
+        "AROUND",
+        "scheduler",
+        "requests get the state of their chunks as they arrive",
+    ),
+    feature(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND", "storage is read chunk by chunk"),
+    required(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        get_new_batch_prefill_raw,
+        "AROUND",
+        "scheduler",
+        "batches take only prompts whose chunks are there",
+    ),
+    required(
+        f"{_SCHEDULER}.is_fully_idle",
+        is_fully_idle,
+        "AROUND",
+        "scheduler",
+        "a scheduler that copies chunks is not idle",
+    ),
+    feature(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND", "aborted requests release their chunks before a flush"),
+    required(f"{_SCHEDULER}.on_idle", on_idle, "AFTER", "scheduler", "an idle scheduler checks that nothing is locked"),
+    required(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        prepare_for_extend,
+        "AFTER",
+        "scheduler",
+        "chunks and segments are entered when rows are assigned",
+    ),
+    required(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.__init__",
         report_reuse,
         "BEFORE",
+        "scheduler",
+        "answers report reused chunks",
     ),
 )

@@ -7,7 +7,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
 from sglang_lazy.port.cache.storage import ChunkStorage
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.scheduler.steps import admission_of
 
@@ -51,10 +51,10 @@ def _storage_of(scheduler: Any) -> ChunkStorage | None:
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
-    Hook(f"{_SCHEDULER}.clear_hicache_storage_wrapped", clear_storage, "AROUND"),
-    Hook(f"{_SCHEDULER}.flush_cache", identify, "AFTER"),
+    feature(f"{_SCHEDULER}.clear_hicache_storage_wrapped", clear_storage, "AROUND", "storage is cleared, or not"),
+    feature(f"{_SCHEDULER}.flush_cache", identify, "AFTER", "storage knows the model after a flush"),
     *(
-        Hook(f"{_UPDATER}.update_weights_from_{source}", update_weights, "AFTER")
+        feature(f"{_UPDATER}.update_weights_from_{source}", update_weights, "AFTER", "storage keeps weights apart")
         for source in ("disk", "distributed", "ipc", "tensor")
     ),
 )

@@ -25,7 +25,7 @@ from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.port.serving.streams import fail_before_stream
 from sglang_lazy.port.serving.typed import convert_sampling_params
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
-from sglang_lazy.serving.requests import chunk_limit, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.requests import check_salts, chunk_limit, refuse_without_segments, salt_of, to_generate_args
 from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
@@ -36,6 +36,7 @@ class GenerateRequest(GenerateReqInput):
     """SGLang's `/generate` body with a prompt, or a batch of prompts, of segments."""
 
     segments: Any = None
+    cache_salt: Any = None  # null for some prompts of a batch
     link: Any = None
     chunk_separator: str | None = None
 
@@ -49,7 +50,7 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
     try:
         await check_body(request, GenerateRequest)
         obj.sampling_params = plain.sampling_params = convert_sampling_params(obj.sampling_params)
-        obj.cache_salt = plain.cache_salt = salt_of(obj.cache_salt, request.headers)
+        obj.cache_salt = plain.cache_salt = check_salts(salt_of(obj.cache_salt, request.headers))
         check_separator(obj.chunk_separator, obj.text)
         if obj.segments is None:
             limit = chunk_limit(obj.link, _manager().context_len)
@@ -63,8 +64,9 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
             await in_thread(len(await request.body()), _take_segments, plain, obj)
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=_status(error))
-    response = await http_server.generate_request(plain, request)
-    return await fail_before_stream(response) if obj.segments is not None else response
+    if obj.segments is None:
+        return await http_server.generate_request(plain, request)
+    return await fail_before_stream(await http_server.serve_generate_request(plain, request))
 
 
 def _plain(obj: GenerateRequest) -> GenerateReqInput:

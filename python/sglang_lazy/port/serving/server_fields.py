@@ -19,6 +19,7 @@ SERVER_FIELDS = {
     "multi_item_delimiter_indices": _SCORING,
     "token_indices_to_pool": _SCORING,
     "decision_layout": _SCORING,
+    "kv_hints": "a trusted orchestrator's, which nothing tells from a client",
     "mm_hashes": "whoever names an image's hash names the KV that answers it, for all who send that image",
     "bootstrap_host": _ROUTER,
     "bootstrap_port": _ROUTER,

@@ -10,7 +10,7 @@ from sglang_lazy.port.serving.ranks import choose_rank, learned
 from sglang_lazy.port.serving.shadow import shadow_of
 from sglang_lazy.port.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, layout_of
-from sglang_lazy.serving.results import annotated
+from sglang_lazy.serving.results import annotated, share_report
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
 from sglang_lazy.serving.usage import usage_of
@@ -60,6 +60,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     layout = layout_of(obj)
     if layout is not None:
         obj.cache_salt = layout.cache_salt or obj.cache_salt
+        if (obj.sampling_params.get("n") or 1) > 1:
+            share_report(obj)
     if layout is None or input_ids is None or not get_policy(layout.link).reuses:
         return
     if not layout.chunks:
@@ -73,21 +75,6 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     choose_rank(manager, obj, layout, input_ids)
 
 
-class _Answering:
-    """A tokenizer manager that keeps the present state of one request.
-
-    SGLang looks the state up when it begins to wait for the answer; for a batch, after all prompts have been tokenized.
-    By then a prompt may have been answered, its state removed, and its id reused.
-    """
-
-    def __init__(self, manager: Any, rid: str):
-        self._manager = manager
-        self.rid_to_state = {rid: manager.rid_to_state[rid]}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
     """Around `TokenizerManager._wait_one_response`: add the link and the chunk report to a request's last output.
 
@@ -96,16 +83,14 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     """
     if getattr(obj, "is_single", False):
         announce(None)
-    outputs = wait(_Answering(manager, obj.rid), obj, request)
+    outputs = wait(manager, obj, request)
     if getattr(obj, "stream", False) and getattr(obj, "return_logprob", False):
         outputs = with_logprobs(outputs)
     layout = layout_of(obj)
     if layout is None:
         return outputs
-    states = manager.rid_to_state
-    parent = None
-    outputs = learned(annotated(outputs, layout, obj, parent, usage_of(manager)), obj)
+    outputs = learned(annotated(outputs, layout, obj, usage_of(manager)), obj)
     shadow = shadow_of(manager)
     if shadow is None or not get_policy(layout.link).reuses:
         return outputs
-    return shadowed(outputs, shadow, obj, layout, states.get(obj.rid))
+    return shadowed(outputs, shadow, obj, layout, manager.rid_to_state.get(obj.rid))
