@@ -31,8 +31,8 @@ def attend(batch: ScheduleBatch, table: SegmentTable) -> None:
     """Check what a prefill batch attends to, and fill in its probe measurements."""
     if table.current is None:
         for req in batch.reqs:  # each new token sees all tokens before it
-            positions = [_position(req, place) for place in positions_of(req, 0, req.kv_committed_len)]
-            start = len(req.prefix_indices)
+            positions = [_position(req, place) for place in positions_of(req, 0, req.kv.kv_committed_len)]
+            start = req.prefix_len
             assert sorted(positions[:start]) + positions[start:] == list(range(len(positions)))
         return
     _check(batch, table.current)
@@ -42,7 +42,7 @@ def attend(batch: ScheduleBatch, table: SegmentTable) -> None:
 
 def _check(batch: ScheduleBatch, current: LinkedBatch) -> None:
     """Check that tokens are computed at their positions, and that a fill's tokens see no chunk but their own."""
-    places = [(req, positions_of(req, len(req.prefix_indices), req.kv_committed_len)) for req in batch.reqs]
+    places = [(req, positions_of(req, req.prefix_len, req.kv.kv_committed_len)) for req in batch.reqs]
     assert current.q_positions.tolist() == [_position(req, place) for req, new in places for place in new]
     for row in current.rows:
         req = batch.reqs[row.request]
@@ -53,7 +53,7 @@ def _check(batch: ScheduleBatch, current: LinkedBatch) -> None:
 
 def _measure(batch: ScheduleBatch, current: LinkedBatch, probes: ProbeSums) -> None:
     """Add the batch's attention weights to the probe's sums, in place of the kernel."""
-    new = [token for req in batch.reqs for token in req.get_fill_ids()[len(req.prefix_indices) :]]
+    new = [token for req in batch.reqs for token in req.get_fill_ids()[req.prefix_len :]]
     queries = [(position, new[i]) for position, i in zip(probes.q_positions.tolist(), probes.tokens, strict=True)]
     assert probes.max_extend_len == max(probes.qo_indptr.diff())
     place = 0

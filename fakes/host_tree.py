@@ -2,6 +2,7 @@
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from fakes import streams
 from fakes.late_copies import LateCopier
 from sglang_lazy.cache.host import HostKV
-from sglang_lazy.cache.host_copy import HostWatcher
+from sglang_lazy.cache.host_copy import HostWatcher, Watchers
 from sglang_lazy.cache.host_memory import CpuCopier, HostMemory
 from sglang_lazy.cache.node import ORDERS, Node
 from sglang_lazy.cache.transfers import Transfers
@@ -26,7 +27,11 @@ class Slots:
     device = torch.device("cpu")
 
     def __init__(self, size: int):
-        self.size, self._free = size, list(range(1, size + 1))
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        self._free = list(range(1, self.size + 1))
 
     def available_size(self) -> int:
         return len(self._free)
@@ -69,12 +74,18 @@ class Recorder(HostWatcher):
     def copied(self, node: Node) -> None:
         self._events.append(("copied", node))
 
+    def loaded(self, node: Node) -> None:
+        self._events.append(("loaded", node))
+
     def gave_up(self, num_tokens: int) -> None:
         self._events.append(("gave up", num_tokens))
 
 
 class Tree(RadixTree):
-    """With a host tier whose copies are late. The KV of a slot is a digest of the tokens up to it."""
+    """With a host tier whose copies are late. The KV of a slot is a digest of the tokens up to it.
+
+    events: what happened on the host.  watchers: who is told of it.
+    """
 
     def __init__(self, size: int, host_size: int, **options: Any):
         super().__init__(Slots(size), ORDERS["lru"])
@@ -82,10 +93,9 @@ class Tree(RadixTree):
         self.memory = HostMemory(self.layers, host_size)
         self.transfers = Transfers(self.memory, LateCopier(CpuCopier(self.memory), self.memory), streams)
         self.events: list[tuple[str, Any]] = []
+        self.watchers = Watchers(Recorder(self.events))
         device = Device(self)
-        self.host = HostKV(
-            self, device, self.memory, self.transfers, ORDERS["lru"], watcher=Recorder(self.events), **options
-        )
+        self.host = HostKV(self, device, self.memory, self.transfers, ORDERS["lru"], watcher=self.watchers, **options)
         self.parts = (self.host,)
 
     # For tests
@@ -139,3 +149,37 @@ class Tree(RadixTree):
         buffers = [layer[place] for place in range(2) for layer in self.layers]
         for buffer, rows in zip(buffers, self.kv(node), strict=True):
             buffer[node.slots] = torch.tensor([list(row) for row in rows], dtype=torch.uint8)
+
+
+def host_used(tree: Tree) -> int:
+    return tree.memory.slots.size - tree.memory.slots.num_free
+
+
+def check(tree: Tree, held: Iterable[torch.Tensor] = ()) -> None:
+    """Slots add up, and nodes that are not being copied hold what was computed.  held: slots of the
+    host that no node has."""
+    tree_host, tree_device = [], []
+    copying = [node for some in tree.host._under_way for transfer in some for node in transfer.nodes]
+    for node in tree.nodes():
+        assert node.slots is not None or node.host is not None
+        if not node.parent.is_root:
+            assert node.slots is None or node.parent.slots is not None
+            assert node.host is None or node.parent.host is not None
+        if node.slots is not None:
+            assert len(node.slots) == len(node.tokens)
+            tree_device += node.slots.tolist()
+            if not tree.host.loading(node):
+                assert tree.on_device(node) == tree.kv(node)
+        if node.host is not None:
+            assert len(node.host.slots) == len(node.tokens)
+            tree_host += node.host.slots.tolist()
+            if node.host.transfer is None:
+                assert tree.on_host(node.host.slots) == tree.kv(node)
+            else:
+                assert node in copying and node.locks
+        is_host_leaf = node.slots is None and not node.children
+        assert (node in tree.host._leaves) == is_host_leaf
+    assert len(tree.host._leaves) == sum(node.slots is None and not node.children for node in tree.nodes())
+    held = [slot for slots in held for slot in slots.tolist()]
+    assert len({*tree_host, *held}) == len(tree_host) + len(held) == host_used(tree)
+    assert len(set(tree_device)) == len(tree_device) == tree.allocator.size - tree.allocator.available_size()

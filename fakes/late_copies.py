@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from fakes import streams
 from fakes.streams import current_stream
-from sglang_lazy.cache.host_memory import Copier, HostMemory, Piece
+from sglang_lazy.cache.host_memory import Copier, CpuCopier, HostMemory, Piece
+from sglang_lazy.cache.transfers import Transfers
 
 POISON = 0x7F  # a NaN in both fp8 formats, and as two or four of these bytes a huge number
 
@@ -34,3 +36,7 @@ class LateCopier:
         for rows in self._memory.groups:
             rows.host[:, plan[1]] = POISON
         current_stream().do(lambda: self._copies.back_up(plan[0]))
+
+
+def late_transfers(memory: HostMemory) -> Transfers:
+    return Transfers(memory, LateCopier(CpuCopier(memory), memory), streams)

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 from fakes.recorder import RecordingPools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
-from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import fill_of, linked
 from sglang_lazy.port.scheduler import steps as hooks
 
@@ -69,7 +69,7 @@ class Loop(Scheduler):
 
     def visible(self) -> list[Req]:
         """The queue as batch formation would see it now."""
-        return self.admission.visible_queue(self.running_batch)
+        return self.admission.visible_queue(self.running_batch.reqs)
 
     def fills(self) -> list[Req]:
         """The fills in progress."""

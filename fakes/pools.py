@@ -1,8 +1,6 @@
 """SGLang's pools and a cache over them, by default on the CPU, with forward passes that compute nothing."""
 
-import copy
 import dataclasses
-import inspect
 import time
 import types
 from collections.abc import Sequence
@@ -10,33 +8,30 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache import hiradix_cache
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_server_args
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.runtime_context import get_memory, get_server_args
 
+from fakes.late_copies import late_transfers
 from fakes.requests import VOCAB_SIZE
 from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
+from sglang_lazy.port.cache import create, tiers
 from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.cross import TextHiRadixCache, TextRadixCache
-from sglang_lazy.port.cache.host_pool import CpuHostPool
-from sglang_lazy.port.cache.hybrid import LazyHybridCache
-from sglang_lazy.port.cache.radix import LazyRadixCache
-from sglang_lazy.port.cache.storage import StoredHiRadixCache
+from sglang_lazy.port.cache.storage import ChunkStorage, Patience
 from sglang_lazy.port.cache.tier_report import StorageReport
 from sglang_lazy.port.model import model_runner
-from sglang_lazy.port.scheduler import steps as hooks
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the rotation table: enough for the positions of any prompt here, and as many negative ones."""
@@ -45,8 +40,10 @@ NUM_ROTATIONS = 1 << 20
 class Pools:
     """A model runner's pools without the model, and the scheduler's cache.
 
-    host_size: slots of the host tier, for each pool if there are two; 0 for no host tier.
+    host_size: slots of the host tier; 0 for no host tier.
+    write_policy: what is copied there, one of SGLang's.
     storage: a stand-in for SGLang's storage backend behind the host tier.
+    slow: whether steps are taken while storage has not answered.
     chunk_size: slots of a separate pool for chunks, which an encoder computes; 0 if chunks share the other pool.
     window: how many earlier tokens a query sees in the first layer, which then has a pool of its own with
         `window_size` slots; 0 for all.
@@ -54,7 +51,7 @@ class Pools:
 
     objects_class = ChunkObjects
 
-    host_pool_class = CpuHostPool
+    patience = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
     def __init__(
         self,
@@ -65,7 +62,6 @@ class Pools:
         max_chunks: int = 8,
         vocab_size: int = VOCAB_SIZE,
         eviction_policy: str = "lru",
-        cache_class: type[RadixCache] = LazyRadixCache,
         device: str = "cpu",
         host_size: int = 0,
         write_policy: str = "write_through",
@@ -74,12 +70,30 @@ class Pools:
         window: int = 0,
         window_size: int = 0,
     ):
-        self.window = window
+        self.window, self.has_tiers, self.slow = window, host_size > 0, False
         self.kv = kv = new_kv(size, window_size, device)
         whole = kv.full_kv_pool if window else kv
         self.keys, self.values = whole.k_buffer[0], whole.v_buffer[0]
         self.slots = self.chunk_slots = self.new_slots(size, window_size, device, kv)
         self.rows = ReqToTokenPool(num_rows, context_len, device, enable_memory_saver=False)
+        if chunk_size:
+            self.chunk_kv = new_kv(chunk_size, 0, device)
+            self.chunk_slots = self.new_slots(chunk_size, 0, device, self.chunk_kv)
+            self.rows.chunk_pool = types.SimpleNamespace(kv=self.chunk_kv, allocator=self.chunk_slots)
+        batch_type = CrossBatch if chunk_size else LinkedBatch
+        num_rows = len(self.rows.req_to_token)
+        self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
+        self.model_config = types.SimpleNamespace(
+            vocab_size=vocab_size,
+            context_len=context_len,
+            hf_eos_token_id=set(),
+            is_encoder_decoder=False,
+            hidden_size=64,
+            self_opened_think_start_ids=(),
+        )
+        self.runner = types.SimpleNamespace(
+            req_to_token_pool=self.rows, token_to_kv_pool=kv, model_config=self.model_config, device=device
+        )
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
@@ -87,54 +101,41 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
             sliding_window_size=window or None,
+            tree_core_backend="python",  # whose nodes can be looked at
         )
-        if chunk_size:
-            self.chunk_kv = new_kv(chunk_size, 0, device)
-            self.chunk_slots = self.new_slots(chunk_size, 0, device, self.chunk_kv)
-        beside = CacheInitParams(**{**vars(params), "token_to_kv_pool_allocator": self.chunk_slots})
-        self.has_tiers, self.slow = host_size > 0, False
+        flags = {"hicache_ratio": host_size / (chunk_size or size), "hicache_write_policy": write_policy}
+        with get_memory().override(**flags), mock.patch.object(tiers, "Transfers", self.new_transfers):
+            self.cache = create.new_cache(self._context(params), self.runner)
+        if storage is not None:
+            self.connect(storage)
 
-        def tier(size: int) -> Any:
-            flags = copy.copy(get_server_args())
-            flags.hicache_ratio, flags.hicache_write_policy = (host_size - 1) / size, write_policy  # SGLang adds one
-            flags.hicache_mem_layout = "layer_first"
-            return flags
-
-        if self.has_tiers:
-            with mock.patch.object(hiradix_cache, "get_mha_host_pool_cls", lambda _pool: self.host_pool_class):
-                self.cache = chunks = StoredHiRadixCache(beside, tier(chunk_size or size))
-                if chunk_size:
-                    self.cache = TextHiRadixCache(params, tier(size), chunks=chunks)
-            chunks.objects_class = self.objects_class
-            if storage is not None:
-                self.connect(storage)
-        elif chunk_size:
-            self.cache = TextRadixCache(params, chunks=LazyRadixCache(beside))
-        else:
-            self.cache = LazyHybridCache(params) if window else cache_class(params)
-        if isinstance(self.cache, LazyRadixCache):
-            num_rows = len(self.rows.req_to_token)
-            batch_type = CrossBatch if chunk_size else LinkedBatch
-            self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
-        self.model_config = types.SimpleNamespace(
-            vocab_size=vocab_size,
-            context_len=context_len,
-            hf_eos_token_id=set(),
-            is_encoder_decoder=False,
-            hidden_size=64,
-        )
-        self.runner = types.SimpleNamespace(
-            req_to_token_pool=self.rows,
-            token_to_kv_pool=kv,
+    def _context(self, params: CacheInitParams) -> TreeCacheBuildContext:
+        """What SGLang gives to whoever creates a cache."""
+        return TreeCacheBuildContext(
+            server_args=get_server_args(),
+            params=params,
+            is_hybrid_swa=self.window > 0,
+            is_hybrid_ssm=False,
+            enable_hierarchical_cache=self.has_tiers,
+            disable_radix_cache=False,
+            tp_worker=None,
             model_config=self.model_config,
-            ps=types.SimpleNamespace(tp_size=1),
-            device=device,
+            tp_size=1,
+            tp_rank=0,
+            tp_group=None,
         )
+
+    def new_transfers(self, memory: HostMemory) -> Transfers:
+        """Copies between device and host."""
+        return late_transfers(memory)
 
     def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
         """Attach storage behind the host tier.  model, adapters: the digests of their weights, of adapters by id."""
         weights = {None: model, "x": b"adapter x", "y": b"adapter y", **adapters}
-        self.cache.store.tree.connect(TensorBackend(storage), weights.get, StorageReport(token_size=1))
+        tiers, report = self.cache.tiers, StorageReport(token_size=1)
+        objects = self.objects_class(TensorBackend(storage), tiers.host.memory)
+        store = self.cache.store
+        tiers.connect(ChunkStorage(store, tiers.host, objects, weights.get, tiers.agree, report, self.patience))
 
     def new_slots(self, size: int, window_size: int, device: str, kv: Any) -> BaseTokenToKVPoolAllocator:
         if window_size:
@@ -164,42 +165,22 @@ class Pools:
         self.slots.clear()
 
     def take_acknowledgements(self) -> None:
-        """Process the acknowledgements of copies and, unless storage is `slow`, finish stores first."""
+        """Take note of copies that have ended and, unless storage is `slow`, let it finish first."""
         if self.has_tiers:
-            objects = self.cache.store.tree.objects
-            if objects is not None and not self.slow:
-                _finish(objects)
+            if self.cache.tiers.storage is not None and not self.slow:
+                _finish(self.cache.tiers.storage.objects)
             self.cache.check_hicache_events()
 
-    def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:
-        """A batch whose requests are about to compute their `extend_range`."""
-        return ScheduleBatch.init_new(
-            list(reqs),
-            self.rows,
-            self.slots,
-            self.cache,
-            self.model_config,
-            overlap,
-            SpeculativeAlgorithm.NONE,
-            chunked_req=chunked_req,
-        )
-
-    def assign_rows(self, batch: ScheduleBatch) -> None:
-        """SGLang's part of preparing a prefill batch, unwrapped in case an engine has installed our hooks here."""
-        inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
-
     def launch(self, batch: ScheduleBatch) -> None:
-        """Run our hooks on a batch whose rows are assigned, then the forward pass."""
-        if batch.forward_mode.is_extend():
-            hooks.prepare_for_extend(None, batch)
+        """Launch the forward pass of a batch."""
         worker = types.SimpleNamespace(model_runner=self.runner)
         model_runner.forward_batch_generation(lambda _worker, batch: self.wait_and_forward(batch), worker, batch)
 
     def wait_and_forward(self, batch: ScheduleBatch) -> None:
-        """Run the forward pass after a prefill batch's loads, for which attention would wait."""
-        if self.has_tiers and batch.forward_mode.is_extend() and batch.hicache_consumer_index >= 0:
-            counter = self.cache.cache_controller.layer_done_counter
-            counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
+        """Run the forward pass after loads, for which attention would wait."""
+        if self.has_tiers:
+            for layer in range(self.cache.tiers.host.memory.num_layers):
+                self.cache.tiers.transfers.wait(layer)
         self.forward(batch)
 
     # Overridden by recorders

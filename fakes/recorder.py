@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from fakes import invariants, windows
+from fakes import invariants, streams, windows
 from fakes.attention import attend
 from fakes.pools import Pools
 from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
 from fakes.slots import HybridSlots, Slots
-from fakes.tiers import HostSlots, RecordingObjects
+from fakes.tiers import HostSlots, RecordingCopier, RecordingObjects
+from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.node import Node
+from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.state import fill_of, linked
 from sglang_lazy.policies import get_policy
@@ -24,7 +26,7 @@ from sglang_lazy.policies import get_policy
 class RecordingPools(Pools):
     """A forward pass writes `req.contents` of the tokens that it computes.
 
-    waiting_locks: nodes that are locked on behalf of waiting requests, besides those of `holders` given to `check`.
+    waiting_locks: nodes of our tree that are locked on behalf of waiting requests, besides those of `holders` given to `check`.
     paths: of each namespace of text, as far as prompts have named it: what stands before each of its ranges, and how
         long these are, but for the last.
     preambles: by what namespaces of chunks call them.
@@ -32,7 +34,7 @@ class RecordingPools(Pools):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.waiting_locks: list[TreeNode] = []
+        self.waiting_locks: list[Node] = []
         self.paths: dict[Namespace, tuple] = {}
         self.preambles: dict[Any, tuple[int, ...]] = {None: ()}
         self._seen: list[Req] = []
@@ -40,10 +42,14 @@ class RecordingPools(Pools):
     @property
     def running(self) -> list[Req]:
         """The requests that have rows."""
-        self._seen = [req for req in self._seen if req.req_pool_idx is not None]
+        self._seen = [req for req in self._seen if req.kv.holds_kv]
         return self._seen
 
-    host_pool_class, objects_class = HostSlots, RecordingObjects
+    objects_class = RecordingObjects
+
+    def new_transfers(self, memory: HostMemory) -> Transfers:
+        memory.slots = HostSlots(memory.slots.size)
+        return Transfers(memory, RecordingCopier(memory, self.chunk_slots), streams)
 
     def new_slots(self, size: int, window_size: int, device: str, kv: Any) -> Slots | HybridSlots:
         if window_size:
@@ -53,7 +59,7 @@ class RecordingPools(Pools):
     @property
     def copying(self) -> bool:
         """Whether KV is on its way between device and host."""
-        return self.has_tiers and bool(self.cache.ongoing_write_through or self.cache.ongoing_load_back)
+        return self.cache.is_copying
 
     # Forward passes
 
@@ -63,9 +69,9 @@ class RecordingPools(Pools):
                 self._seen.append(req)
                 self._tell_contents(req)
                 self._name_paths(req)
-            end = req.kv_committed_len
-            start = len(req.prefix_indices) if batch.forward_mode.is_extend() else end - 1
-            row = self.rows.req_to_token[req.req_pool_idx, start:end].tolist()
+            end = req.kv.kv_committed_len
+            start = req.prefix_len if batch.forward_mode.is_extend() else end - 1
+            row = self.rows.req_to_token[req.kv.req_pool_idx, start:end].tolist()
             for slot, position in zip(row, positions_of(req, start, end), strict=True):
                 self.slots.compute(slot, req.contents[position])
                 self.keys[slot, 0, 0] = 1 + zlib.crc32(repr(req.contents[position]).encode()) % 97
@@ -100,7 +106,7 @@ class RecordingPools(Pools):
         """Record the path that each namespace of `req` stands for; two paths in one namespace fail."""
         state = linked(req)
         for span in () if state is None or state.recomputes else state.prompt.spans:
-            if span.namespace is not None:
+            if span.namespace.variant is not None:
                 runs = [
                     run.tolist() for run in np.split(span.positions, np.flatnonzero(np.diff(span.positions) > 1) + 1)
                 ]
@@ -122,28 +128,39 @@ class RecordingPools(Pools):
         """holders: waiting requests that have chunks locked."""
         invariants.check(self, holders)
 
-    def nodes(self) -> Iterator[tuple[TreeNode, Any, tuple[int, ...]]]:
-        """All tree nodes with their namespace and the tokens before them in it."""
-        stack = [(child, ()) for child in self.cache.root_node.children.values()]
+    def nodes(self) -> Iterator[tuple[Node, Any, tuple[int, ...]]]:
+        """All nodes of our tree with their namespace and the tokens before them in it."""
+        stack = [(child, ()) for child in self.cache.tree.root.children.values()]
         while stack:
             node, before = stack.pop()
-            yield node, node.key.extra_key, before
-            stack += [(child, before + tuple(node.key.token_ids)) for child in node.children.values()]
+            yield node, node.namespace, before
+            stack += [(child, before + tuple(node.tokens)) for child in node.children.values()]
 
-    def promise(self, namespace: Any, tokens: tuple[int, ...]) -> tuple:
+    def plain_nodes(self) -> Iterator[tuple[Any, str | None, str | None, tuple[int, ...]]]:
+        """All nodes of SGLang's tree with their key and salt, and the tokens before them."""
+        stack = [(child, ()) for child in self.cache.plain.tree_core.root_node.children.values()]
+        while stack:
+            node, before = stack.pop()
+            yield node, node.key.extra_key, node.key.cache_salt, before
+            stack += [(child, before + tuple(node.key)) for child in node.children.values()]
+
+    def promise(self, namespace: Namespace, tokens: tuple[int, ...]) -> tuple:
         """What is in the slot of the last of `tokens`, all that `namespace` has up to there."""
-        if not isinstance(namespace, Namespace):
-            adapter = next((one for one in ADAPTERS if (namespace or "").endswith(one)), None)
-            return ("text", (namespace, adapter), None, tokens)
-        place = (namespace.extra_key, namespace.adapter)
-        if namespace == namespace.leading:
-            return ("text", place, namespace.cache_salt, tokens)
+        place, salt = (namespace.extra_key, namespace.adapter), namespace.cache_salt
         if namespace.kind == "chunk":
-            return ("chunk", place, namespace.cache_salt, (self.preambles[namespace.variant], tokens))
-        place, salt, between, lens = self.paths[namespace]
+            return ("chunk", place, salt, (self.preambles[namespace.variant], tokens))
+        if namespace.variant is None:
+            return ("text", place, salt, tokens)
+        known_place, known_salt, between, lens = self.paths[namespace]
+        assert (known_place, known_salt) == (place, salt)
         path = ()
         for fixed, count in itertools.zip_longest(between, lens, fillvalue=len(tokens)):
             if tokens:
                 path += fixed + tokens[:count]
                 tokens = tokens[count:]
         return ("text", place, salt, path)
+
+    def plain_promise(self, extra_key: str | None, cache_salt: str | None, tokens: tuple[int, ...]) -> tuple:
+        """The same of SGLang's tree, where adapters have no name of their own."""
+        adapter = next((one for one in ADAPTERS if (extra_key or "").endswith(one)), None)
+        return ("text", (extra_key, adapter), cache_salt, tokens)

@@ -50,7 +50,8 @@ def new_request(
         max_new_tokens=max_new_tokens, custom_params={LAYOUT_PARAM: layout.pack()} if chunks else None
     )
     params.normalize(None)
-    req = Req(rid, "", ids, params, vocab_size=VOCAB_SIZE, extra_key=extra_key, priority=priority, lora_id=lora_id)
+    own = {"extra_key": extra_key, "cache_salt": cache_salt, "priority": priority, "lora_id": lora_id}
+    req = Req(rid, "", ids, params, vocab_size=VOCAB_SIZE, **own)
     req.parts, req.layout = parts, layout
     req.future = array("q", (1 + (len(ids) + i) % 3 for i in range(max_new_tokens + 2)))
     policy = get_policy(layout.link) if chunks else None
@@ -62,8 +63,7 @@ def new_request(
 def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
     """The semantics. A kept token of a chunk depends on its chunk so far and on the preamble before the chunk, in any
     prompt. All other tokens are text and depend on the whole path so far: which text, and which tokens of which chunks.
-    Both are private to requests with the same adapter and extra_key and, in prompts with chunks, the same salt. The last
-    token of a prompt is never kept.
+    Both are private to requests with the same adapter, extra_key and salt. The last token of a prompt is never kept.
 
     kept: the kept ranges of each chunk.
     """
@@ -76,8 +76,7 @@ def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
     if starts:
         lead = tuple(ids[: layout.chunks[0][0]])
         preamble = {"none": (), "neutral": NEUTRAL_PREAMBLE, "lead": lead}[get_policy(layout.link).preamble]
-    linked = layout.chunks and get_policy(layout.link).reuses
-    contents, path, salt = [], (), layout.cache_salt if linked else None
+    contents, path, salt = [], (), req.cache_salt
     for position, token in enumerate(ids + req.future):
         if position in starts:
             chunk_so_far = (preamble, tuple(ids[starts[position] : position + 1]))
@@ -94,8 +93,7 @@ def contents_of_fill(fill: Fill, lora_id: str | None) -> list[tuple]:
 
     lora_id: the adapter of the fill.
     """
-    preamble, place = tuple(fill.preamble), (fill.owner.extra_key, lora_id)
-    salt = fill.chunks[0].key.namespace.cache_salt
+    preamble, place, salt = tuple(fill.preamble), (fill.owner.extra_key, lora_id), fill.owner.cache_salt
     contents = [("text", place, salt, preamble[: i + 1]) for i in range(len(preamble))]
     for chunk in fill.chunks:
         namespace, tokens = chunk.key.namespace, tuple(chunk.tokens)

@@ -1,23 +1,30 @@
-"""SGLang's scheduling loop without processes or a model: its batches, its prefill budget and our hooks."""
+"""SGLang's scheduler without processes or a model: its own loop, batches and prefill budget, and our hooks."""
 
+import collections
 import contextlib
 import inspect
 import types
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
-from sglang.srt.mem_cache.common import release_kv_cache
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_server_args
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
@@ -27,19 +34,38 @@ def untimed(_step: str) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
-class Policy(SchedulePolicy):
-    """SGLang's policy with our hooks applied once, even if an engine in this process has installed them."""
+def hooked(base: type, *modules: Any) -> type:
+    """A subclass of one of SGLang's classes with the hooks of these modules, each once, even if an engine in this
+    process has installed them."""
+    prefix, methods = f"{base.__module__}.{base.__qualname__}.", dict[str, Callable]()
+    for hook in (hook for module in modules for hook in module.HOOKS):
+        name = hook.target.removeprefix(prefix)
+        if name != hook.target and name != "__init__":
+            stock = methods.get(name) or inspect.unwrap(getattr(base, name))
+            methods[name] = _with_hook(stock, hook)
+    return type(base.__name__, (base,), methods)
 
-    def calc_priority(self, waiting_queue: list[Req], running_batch: ScheduleBatch | None = None) -> None:
-        schedule_policy.calc_priority(inspect.unwrap(SchedulePolicy.calc_priority), self, waiting_queue, running_batch)
 
-    def _compute_prefix_matches(self, waiting_queue: list[Req], policy: Any) -> set[str]:
-        found = inspect.unwrap(SchedulePolicy._compute_prefix_matches)(self, waiting_queue, policy)
-        return schedule_policy.compute_prefix_matches(found, self, waiting_queue, policy)
+def _with_hook(stock: Callable, hook: Hook) -> Callable:
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return hook.function(stock, *args, **kwargs)
+
+    def after(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        changed = hook.function(result, *args, **kwargs)
+        return result if changed is None else changed
+
+    return {"AROUND": around, "AFTER": after}[hook.kind]
 
 
-class Scheduler:
-    """The part of SGLang's scheduler that hooks and admission use.
+Batch = hooked(ScheduleBatch, hooks)
+_Policy, _Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
+_Stock = hooked(sglang_scheduler.Scheduler, hooks, internal, lora, memory)
+_NOTHING = types.SimpleNamespace
+
+
+class Scheduler(_Stock):
+    """SGLang's scheduler over `pools`, with hooks and admission.
 
     overlap: process the result of a batch only after launching the next one.
     max_adapters: how many LoRA adapters a batch may have, counting the base model.
@@ -66,41 +92,85 @@ class Scheduler:
     ):
         self.pools, self.tree_cache, self.server_args = pools, pools.cache, get_server_args()
         self.req_to_token_pool, self.token_to_kv_pool_allocator = pools.rows, pools.slots
-        self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
+        self.chunked_prefill_size, self.clock = chunked_prefill_size, clock
         self.max_adapters, self.loading, self.unloaded = max_adapters, set(), []
-        self.prioritizes, self.max_running = prioritizes, max_running
-        self.schedule_low_priority_values_first = False
-        self.policy = Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
+        self.max_running_requests = max_running
+        self.policy = _Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
         self.model_config, self.tokenizer = pools.model_config, None
-        self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
+        self.log: list[list[str]] = []
+        self._set_stock(overlap, prioritizes)
+        cross_attention = pools.chunk_slots is not pools.slots
+        self.tree_cache.admission = self.admission = hooks.new_admission(
+            self,
+            max_chunks,
+            ServerTraits(cross_attention=cross_attention),
+            array("q", NEUTRAL_PREAMBLE),
+            encode=pools.encode if cross_attention else None,
+        )
+
+    def _set_stock(self, overlap: bool, prioritizes: bool) -> None:
+        """What SGLang's methods read of a scheduler: nothing of it is in use, unless an option says so."""
         self.waiting_queue: list[Req] = []
-        self._engine_paused = False
-        self.grammar_manager = types.SimpleNamespace(grammar_queue=[])
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
         self.chunked_req, self._pending_chunked_abort_req = None, None
-        self.results: list[tuple[bool, list[Req]]] = []
-        self.log: list[list[str]] = []
-        self.max_prefill_bs = 0
-        if isinstance(self.tree_cache, LazyRadixCache):
-            cross_attention = pools.chunk_slots is not pools.slots
-            self.tree_cache.admission = self.admission = hooks.new_admission(
-                self,
-                max_chunks,
-                ServerTraits(cross_attention=cross_attention),
-                array("q", NEUTRAL_PREAMBLE),
-                encode=pools.encode if cross_attention else None,
-            )
+        self.result_queue: collections.deque[tuple[ScheduleBatch, Any]] = collections.deque()
+        self.enable_overlap = self.enable_skip_finishing_decode = overlap
+        self.enable_priority_preemption = self.enable_priority_scheduling = prioritizes
+        self.schedule_low_priority_values_first = self.abort_on_priority_when_disabled = False
+        self.priority_scheduling_preemption_threshold, self.max_queued_requests = 0, None
+        self.max_prefill_tokens, self.max_prefill_bs, self.page_size, self.truncation_align_size = 1 << 30, 0, 1, None
+        self.processed_tokens_counter = self.forward_ct = self.prefill_decode_interval = 0
+        self._prefill_decode_interval_remaining, self._engine_paused = 0, False
+        self.new_token_ratio_tracker = _NOTHING(current=1.0, decay_step=lambda: None)
+        self.disaggregation_mode, self.spec_algorithm = DisaggregationMode.NULL, SpeculativeAlgorithm.NONE
+        self.enable_hierarchical_cache, self.is_hybrid_swa = self.pools.has_tiers, self.pools.window > 0
+        self.enable_hicache_storage = self.pools.has_tiers and self.tree_cache.tiers.storage is not None
+        self.enable_lmcache = self.enable_unified_cache_external_linker = self.enable_hisparse = False
+        self.is_mixed_chunk = self.require_mlp_sync = False
+        self.dllm_config = self.prefill_delayer = self.min_free_slots_delayer = self.dynamic_chunk_sizer = None
+        self.hisparse_coordinator = self.decode_offload_manager = self.lora_drainer = None
+        self.enable_lora = self.enable_lora_overlap_loading = True
+        self.lora_overlap_loader = _NOTHING(try_overlap_load_lora=self._adapter_fits)
+        self.dllm_manager = _NOTHING(any_staging_reqs=lambda: False)
+        self.grammar_manager = _NOTHING(grammar_queue=[], has_waiting_grammars=lambda: False)
+        self.beam_coordinator = _NOTHING(pending_member_rows=lambda _batch: 0, retire_group=lambda _req: None)
+        same = lambda batch, **_options: batch  # noqa: E731
+        self.dp_attn_adapter = _NOTHING(maybe_prepare_mlp_sync_batch=same, maybe_convert_decode_to_extend=same)
+        self.ngram_embedding_manager = _NOTHING(prepare_for_forward=same)
+        self.load_inquirer = _NOTHING(_get_num_pending_tokens=lambda **_options: 0)
+        ignored = lambda *_args, **_options: None  # noqa: E731
+        self.metrics_reporter = _NOTHING(
+            enable_metrics=False,
+            num_generated_tokens=0,
+            forward_ct_decode=0,
+            report_prefill_stats=ignored,
+            report_decode_stats=ignored,
+        )
+        runner = _NOTHING(attn_backend=None, prefill_aware_swa=False)
+        self.tp_worker = _NOTHING(model_runner=runner)
+        self.output_streamer = _NOTHING(stream_output=ignored)
+        self.batch_result_processor = SchedulerBatchResultProcessor(
+            is_generation=True,
+            disaggregation_mode=self.disaggregation_mode,
+            enable_overlap=overlap,
+            enable_overlap_mlx=False,
+            model_config=self.model_config,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            hisparse_coordinator=None,
+            req_to_token_pool=self.req_to_token_pool,
+            decode_offload_manager=None,
+            metrics_collector=None,
+            metrics_reporter=self.metrics_reporter,
+            draft_worker=None,
+            model_worker=None,
+            logprob_result_processor=None,
+            output_streamer=self.output_streamer,
+            beam_coordinator=self.beam_coordinator,
+            abort_request=ignored,
+        )
 
     # Arrival
-
-    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        def enqueue(_scheduler: Any, req: Req) -> None:
-            if self.prioritizes and req.priority is None:
-                req.priority = -(1 << 62)
-            self.waiting_queue.append(req)
-            req.time_stats.set_wait_queue_entry_time()
-
-        hooks.add_request_to_queue(enqueue, self, req)
 
     def abort(self, req: Req) -> None:
         """Remove a waiting request from the queue without notifying admission, as SGLang does."""
@@ -110,6 +180,9 @@ class Scheduler:
         """Have the next step release the request in chunked prefill, as SGLang does; returns the request."""
         self._pending_chunked_abort_req = self.chunked_req
         return self.chunked_req
+
+    def send_abort_output(self, _message: Any, req: Req) -> None:
+        assert req.finished() and not req.kv.holds_kv, "SGLang: out of memory even after retracting all others"
 
     def unload(self, adapter: str) -> None:
         """Unload an adapter, now or as soon as nothing uses it: then it is in `unloaded`."""
@@ -121,15 +194,18 @@ class Scheduler:
     # The loop
 
     def step(self) -> None:
+        """One turn of SGLang's event loop."""
         operators.handle_postponed(None, self, [])
-        self.running_batch, batch = internal.get_next_batch_to_run(
-            type(self).next_batch, self, self.running_batch, self.last_batch
-        )
+        plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
+        self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch is not None:
             self.log.append([req.rid for req in batch.reqs])
-            self.results.append((batch.forward_mode.is_extend(), list(batch.reqs)))
-        while len(self.results) > (self.overlap and batch is not None):
-            self.process_result(*self.results.pop(0))
+            with self.clock("segments"):
+                self.pools.launch(batch)
+            self.result_queue.append((batch.copy(), None))
+        while len(self.result_queue) > (self.enable_overlap and batch is not None):
+            self.process_batch_result(self.result_queue[0][0])
+            self.result_queue.popleft()
         self.last_batch = batch
         if batch is None:
             hooks.on_idle(None, self)
@@ -142,146 +218,35 @@ class Scheduler:
                 return
         raise AssertionError(f"hangs with {[req.rid for req in self.waiting_queue]} waiting")
 
-    def is_fully_idle(self) -> bool:
-        def stock(*_: Any) -> bool:
-            last_done = self.last_batch is None or self.last_batch.is_empty()
-            cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
-            copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
-            return last_done and self.running_batch.is_empty() and idle and not copying
-
-        return hooks.is_fully_idle(stock, self)
-
-    def next_batch(
-        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
-    ) -> tuple[ScheduleBatch, ScheduleBatch | None]:
-        """As `Scheduler.get_next_batch_to_run`, with the running batch first."""
-        self.process_pending_chunked_abort()
-        if self.chunked_req is not None and self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices):
-            self.tree_cache.cache_unfinished_req(self.chunked_req, chunked=True)
-        if last_batch is not None and last_batch.forward_mode.is_extend():
-            size = last_batch.batch_size()
-            last_batch.filter_batch([req for req in (self.chunked_req, last_batch.chunked_req) if req is not None])
-            if last_batch.batch_size() < size:
-                running_batch.batch_is_full = False
-            if running_batch.is_empty():
-                running_batch = running_batch if last_batch.is_empty() else last_batch
-            elif not last_batch.is_empty():
-                running_batch.merge_batch(last_batch)
-        batch, running_batch = self.next_prefill_batch(running_batch)
-        if batch is None and not running_batch.is_empty():
-            batch = memory.update_running_batch(type(self).decode_batch, self, running_batch)
-        return running_batch, batch
-
-    def process_pending_chunked_abort(self) -> None:
-        """As SGLang's."""
-        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
-            self.chunked_req.finished_reason = FINISH_ABORT()
-            release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
-            self.chunked_req = None
-        self._pending_chunked_abort_req = None
-
-    def next_prefill_batch(self, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
-        return hooks.get_new_batch_prefill_raw(type(self).form_batch, self, None, running_batch)
-
-    def form_batch(self, _delayer: None, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
-        """As `Scheduler._get_new_batch_prefill_raw`."""
+    def _process_hicache_events(self, *_args: Any) -> None:
         self.pools.take_acknowledgements()
-        if self.prioritizes:
-            running_batch.batch_is_full = False
-        if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
-            return None, running_batch
-        if self.room(running_batch) <= 0 and self.chunked_req is None and not self.prioritizes:
-            running_batch.batch_is_full = True
-            return None, running_batch
-        self.policy.calc_priority(self.waiting_queue, running_batch)
-        ratio, flags = self.new_token_ratio_tracker.current, get_server_args()
-        adder = PrefillAdder(
-            1, self.tree_cache, self.pools.slots, running_batch, ratio, 1 << 30, self.chunked_prefill_size
-        )
-        if self.chunked_req is not None:
-            self.chunked_req.init_next_round_input()
-            self.chunked_req = adder.add_chunked_req(self.chunked_req)
-        adapters = {req.lora_id for req in (*running_batch.reqs, *adder.can_run_list) if not req.finished()}
-        for req in self.waiting_queue:
-            if not lora.can_schedule(type(self).adapter_fits, self, req, adapters):
-                continue
-            if len(adder.can_run_list) >= self.room(running_batch):
-                running_batch.batch_is_full = True
-            if running_batch.batch_is_full and not (
-                self.prioritizes
-                and schedule_policy.preempt_to_schedule(
-                    inspect.unwrap(PrefillAdder.preempt_to_schedule), adder, req, flags
-                )
-            ):
-                break
-            with self.clock("layout"):
-                req.init_next_round_input(self.tree_cache)
-            with self.clock("batch"):
-                result = schedule_policy.add_one_req(
-                    inspect.unwrap(PrefillAdder.add_one_req), adder, req, self.chunked_req is not None, None
-                )
-            adapters.add(req.lora_id)
-            if result != AddReqResult.CONTINUE:
-                running_batch.batch_is_full = result == AddReqResult.NO_TOKEN
-                break
-        if not adder.can_run_list:
-            return None, running_batch
-        taken = set(adder.can_run_list)
-        self.waiting_queue = [req for req in self.waiting_queue if req not in taken]
-        for req in adder.preempt_list:
-            self._add_request_to_queue(req)
-        self.max_prefill_bs = max(self.max_prefill_bs, len(taken))
-        self.chunked_req = adder.new_chunked_req or self.chunked_req
-        if self.chunked_req is not None:
-            self.chunked_req.inflight_middle_chunks += 1
-        with self.clock("batch"):
-            batch = self.pools.new_batch(adder.can_run_list, self.chunked_req, self.overlap)
-            if self.pools.has_tiers:
-                batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
-            self.pools.assign_rows(batch)
-        with self.clock("segments"):
-            self.pools.launch(batch)
-        return batch, running_batch
 
-    def room(self, running_batch: ScheduleBatch) -> int:
-        """As `Scheduler.get_num_allocatable_reqs`."""
-        return min(self.pools.rows.available_size(), self.max_running - len(running_batch.reqs))
+    def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(sglang_scheduler, "ScheduleBatch", Batch):
+            return super()._get_new_batch_prefill_raw(*args, **kwargs)
 
-    def adapter_fits(self, req: Req, adapters: set[str | None]) -> bool:
-        """As `Scheduler._can_schedule_lora_req`."""
-        if req.lora_id in adapters:
-            return True
-        if req.lora_id in self.loading:
-            self.loading.remove(req.lora_id)
+    def get_prefill_adder_class(self) -> type[PrefillAdder]:
+        return _Adder
+
+    def get_num_allocatable_reqs(self, running_bs: int, *_args: Any, num_held_rows: int = 0, **_more: Any) -> int:
+        """As SGLang's, without beams and pipeline stages."""
+        return min(self.pools.rows.available_size() + num_held_rows, self.max_running_requests - running_bs)
+
+    def _adapter_fits(self, adapter: str | None, adapters: set[str | None]) -> bool:
+        if adapter in self.loading:
+            self.loading.remove(adapter)
             return False
-        return len({req.lora_id} | adapters) <= self.max_adapters
+        return len({adapter} | adapters) <= self.max_adapters
 
-    def decode_batch(self, running_batch: ScheduleBatch) -> ScheduleBatch | None:
-        """As `Scheduler.update_running_batch`."""
-        size = running_batch.batch_size()
-        running_batch.filter_batch()
-        if not running_batch.is_empty() and not running_batch.check_decode_mem():
-            retracted, _, aborted = running_batch.retract_decode(get_server_args())
-            assert not aborted, "SGLang: out of memory even after retracting all others"
-            for req in retracted:
-                self._add_request_to_queue(req)
-        if running_batch.batch_size() < size:
-            running_batch.batch_is_full = False
-        if running_batch.is_empty():
-            return None
-        running_batch.prepare_for_decode()
-        self.pools.launch(running_batch)
-        return running_batch
+    def process_batch_result(self, batch: ScheduleBatch, _result: Any = None) -> None:
+        """Every request of the batch whose prompt is complete generates a token."""
+        result = GenerationBatchResult(next_token_ids=torch.tensor(self._next_tokens(batch.reqs)))
+        if batch.forward_mode.is_decode():
+            self.batch_result_processor.process_batch_result_decode(batch, result)
+        else:
+            self.batch_result_processor.process_batch_result_prefill(batch, result)
+        self.tree_cache.flush_pending_backups()
 
-    def process_result(self, was_prefill: bool, reqs: list[Req]) -> None:
-        """Append a generated token to every request of the batch whose prompt is complete."""
-        for req in reqs:
-            if req.inflight_middle_chunks > 0:
-                req.inflight_middle_chunks -= 1
-            elif not req.finished() and not req.is_retracted:
-                req.output_ids.append(0 if is_internal(req) else req.future[len(req.output_ids)])
-                req.update_finish_state()
-                if req.finished():
-                    release_kv_cache(req, self.tree_cache)
-                elif was_prefill:
-                    self.tree_cache.cache_unfinished_req(req)
+    @staticmethod
+    def _next_tokens(reqs: Sequence[Req]) -> list[int]:
+        return [0 if is_internal(req) else req.future[len(req.output_ids)] for req in reqs]

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import torch
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator, swa
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
 NOT_COMPUTED = "not computed"
@@ -16,7 +17,6 @@ class Slots(TokenToKVPoolAllocator):
     def __init__(self, *args: Any, **kwargs: Any):
         self.contents: dict[int, Any] = {}
         super().__init__(*args, **kwargs)
-        self._kvcache.slots = self
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         slots = super().alloc(need_size)
@@ -25,8 +25,9 @@ class Slots(TokenToKVPoolAllocator):
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
+        if self.free_group is None:  # else it is called again, with all of the group
+            for slot in free_index.tolist():
+                assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
         super().free(free_index)
 
     def clear(self) -> None:
@@ -39,40 +40,26 @@ class Slots(TokenToKVPoolAllocator):
 
 
 class HybridSlots(SWATokenToKVPoolAllocator):
-    """The same for two pools. window_contents: those of the second pool, by its slots."""
+    """The same for two pools."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.contents: dict[int, Any] = {}
-        self.window_contents: dict[int, Any] = {}
-        super().__init__(*args, **kwargs)
+        with mock.patch.object(swa, "TokenToKVPoolAllocator", Slots):
+            super().__init__(*args, **kwargs)
+
+    @property
+    def contents(self) -> dict[int, Any]:
+        return self.full_attn_allocator.contents
+
+    @property
+    def window_contents(self) -> dict[int, Any]:
+        """Those of the second pool, by its slots."""
+        return self.swa_attn_allocator.contents
 
     def window_slots(self, slots: Iterable[int]) -> list[int]:
         """The corresponding slots of the second pool; 0 where there is none."""
         return self.full_to_swa_index_mapping[torch.tensor([*slots], dtype=torch.int64)].tolist()
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        slots = super().alloc(need_size)
-        if slots is not None:
-            self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
-            self.window_contents.update((slot, NOT_COMPUTED) for slot in self.window_slots(slots.tolist()))
-        return slots
-
-    def free(self, free_index: torch.Tensor) -> None:
-        for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
-        super().free(free_index)
-
-    def free_swa(self, free_index: torch.Tensor) -> None:
-        for slot in filter(None, self.window_slots(free_index.tolist())):
-            assert self.window_contents.pop(slot, None), f"window slot {slot} was freed but not in use"
-        super().free_swa(free_index)
-
-    def clear(self) -> None:
-        super().clear()
-        self.contents.clear()
-        self.window_contents.clear()
-
     def compute(self, slot: int, content: Any) -> None:
         (window_slot,) = self.window_slots([slot])
-        assert self.contents[slot] == self.window_contents[window_slot] == NOT_COMPUTED
-        self.contents[slot] = self.window_contents[window_slot] = content
+        self.full_attn_allocator.compute(slot, content)
+        self.swa_attn_allocator.compute(window_slot, content)

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.recorder import RecordingPools
 from fakes.requests import NEUTRAL_PREAMBLE
+from fakes.scheduler import Batch
 from fakes.tiers import ObjectsOnDemand
-from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, linked
@@ -32,7 +34,7 @@ class Steps(RecordingPools):
         self.cache.admission = hooks.new_admission(
             self, self.rows.segment_table.max_segments, preamble=array("q", NEUTRAL_PREAMBLE)
         )
-        self.store.release_waiting_lock = self.revoke
+        self.cache.tree.release_lock = self.revoke
         self.batches: dict[Req, ScheduleBatch] = {}
 
     @property
@@ -43,7 +45,7 @@ class Steps(RecordingPools):
 
     def revoke(self) -> bool:
         if self.waiting_locks:
-            self.cache.dec_lock_ref(self.waiting_locks.pop())
+            self.cache.tree.unlock(self.waiting_locks.pop())
             return True
         return False
 
@@ -79,11 +81,11 @@ class Steps(RecordingPools):
 
     def _match(self, req: Req, num_tokens: int) -> bool:
         req.init_next_round_input(self.cache)
-        self.cache.inc_lock_ref(req.last_node)
+        req.lock = self.cache.lock(req.last_node)
         begun = self.extend(req, num_tokens)
         if not begun:
-            self.cache.dec_lock_ref(req.last_node)
-            req.last_node = None
+            self.cache.unlock(req.lock)
+            req.last_node = req.lock = None
         return begun
 
     def _fill(self, parent: Req, chunks: list[ChunkSlice], num_tokens: int) -> bool:
@@ -95,11 +97,11 @@ class Steps(RecordingPools):
         req.lazy = fill
         if not self._match(req, num_tokens):
             return False
-        while req.extend_range.end < len(tokens):
+        while req.extend_end < len(tokens):
             self.check([parent])
             self.end_piece(req)
             if not self.next_piece(req, num_tokens):
-                self.release(req, is_insert=False)
+                self.release(req, checkpoint=False)
                 return False
         assert all(self.store.state(chunk) is ChunkState.RESIDENT for chunk in chunks)
         self.check([parent])
@@ -108,24 +110,31 @@ class Steps(RecordingPools):
 
     def extend(self, req: Req, num_tokens: int) -> bool:
         """Compute up to `num_tokens` after the prefix."""
-        start = len(req.prefix_indices)
+        start = req.prefix_len
         end = min(start + num_tokens, len(req.full_untruncated_fill_ids))
         state = linked(req)
         begins = state is not None and state.own is None
         if not self.fits(end - start + (state.policy.num_own_slots(state.prompt) if begins else 0)):
             return False
-        req.set_extend_range(start, end)
+        req.extend_end = end
         in_pieces = end < len(req.full_untruncated_fill_ids)
-        self.batches[req] = batch = self.new_batch([req], chunked_req=req if in_pieces else None)
-        if self.has_tiers:
-            batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
-        self.assign_rows(batch)
+        self.batches[req] = batch = Batch.init_new(
+            [req],
+            self.rows,
+            self.slots,
+            self.cache,
+            self.model_config,
+            False,
+            SpeculativeAlgorithm.NONE,
+            chunked_req=req if in_pieces else None,
+        )
+        batch.prepare_for_extend()
         self.launch(batch)
         return True
 
     def end_piece(self, req: Req) -> None:
         """Process the result of a piece that does not complete the prompt."""
-        self.cache.cache_unfinished_req(req, chunked=True)
+        checkpoint_kv_cache(req, self.cache)
 
     def next_piece(self, req: Req, num_tokens: int) -> bool:
         """Compute the next piece of a prompt."""
@@ -136,7 +145,8 @@ class Steps(RecordingPools):
     def end_prefill(self, req: Req) -> None:
         """Process the result of the last piece."""
         self.generate(req)
-        self.cache.cache_unfinished_req(req)
+        req.inflight_middle_chunks = 0
+        checkpoint_kv_cache(req, self.cache)
 
     def generate(self, req: Req) -> None:
         req.output_ids.append(req.future[len(req.output_ids)])
@@ -150,6 +160,6 @@ class Steps(RecordingPools):
         self.generate(req)
         return True
 
-    def release(self, req: Req, is_insert: bool = True) -> None:
-        release_kv_cache(req, self.cache, is_insert)
+    def release(self, req: Req, checkpoint: bool = True) -> None:
+        release_kv_cache(req, self.cache, checkpoint=checkpoint)
         del self.batches[req]

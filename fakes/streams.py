@@ -3,14 +3,7 @@
 import collections
 import contextlib
 import multiprocessing
-import types
 from collections.abc import Callable, Iterator
-from unittest import mock
-
-import torch
-from sglang.srt.managers import cache_controller
-
-from sglang_lazy.port.cache.host_pool import CpuHostPool
 
 
 class Stream:
@@ -84,38 +77,11 @@ def current_stream() -> Stream:
     return _current
 
 
-class LatePool(CpuHostPool):
-    """A host pool whose transfers are queued on the current stream. Until they are done, their targets are NaN."""
-
-    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
-        _poison((device_pool.k_buffer[layer_id], device_pool.v_buffer[layer_id]), device_indices)
-        load = super().load_to_device_per_layer
-        _current.do(lambda: load(device_pool, host_indices, device_indices, layer_id, io_backend))
-
-    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
-        _poison((*self.k_data_refs, *self.v_data_refs), host_indices)
-        back_up = super().backup_from_device_all_layer
-        _current.do(lambda: back_up(device_pool, host_indices, device_indices, io_backend))
-
-
-def _poison(layers: tuple[torch.Tensor, ...], slots: torch.Tensor) -> None:
-    for layer in layers:
-        layer[slots] = float("nan") if layer.is_floating_point() else 0x7F  # a NaN in both fp8 formats, kept as bytes
-
-
-def late_transfers() -> contextlib.AbstractContextManager:
-    """Make SGLang's cache controllers use these streams."""
-    stand_in = types.SimpleNamespace(
-        Stream=Stream, Event=Event, stream=stream, current_stream=current_stream, __name__="fakes.streams"
-    )
-    return mock.patch.object(cache_controller, "device_module", stand_in)
-
-
 def load() -> None:
-    """The SGLang plugin: late transfers in each process that SGLang starts, until it exits."""
+    """The SGLang plugin: late copies in each process that SGLang starts, until it exits."""
     if multiprocessing.parent_process() is None:
         return
-    from sglang_lazy.port.cache import host_pool
+    from fakes.late_copies import late_transfers
+    from sglang_lazy.port.cache import tiers
 
-    host_pool.CpuHostPool = LatePool
-    late_transfers().start()
+    tiers.Transfers = late_transfers

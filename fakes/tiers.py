@@ -5,58 +5,75 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fakes.late_copies import LateCopier
 from fakes.slots import NOT_COMPUTED
 from fakes.storage import Storage
-from fakes.streams import LatePool, current_stream
+from fakes.streams import current_stream
+from sglang_lazy.cache import host_slots
+from sglang_lazy.cache.host_memory import CpuCopier, HostMemory
 from sglang_lazy.port.cache.calls import Calls
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects, Gate
 
 
-class HostSlots(LatePool):
-    """The host's memory, with what was copied into each slot."""
+class HostSlots(host_slots.HostSlots):
+    """The slots of the host, with what was copied into each since its allocation."""
 
     def clear(self) -> None:
         super().clear()
         self.contents: dict[int, Any] = {}
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        slots = super().alloc(need_size)
+    def alloc(self, count: int) -> torch.Tensor | None:
+        slots = super().alloc(count)
         if slots is not None:
             self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
         return slots
 
-    def free(self, indices: torch.Tensor) -> int:
-        for slot in indices.tolist():
+    def free(self, slots: torch.Tensor) -> None:
+        for slot in slots.tolist():
             del self.contents[slot]
-        return super().free(indices)
+        super().free(slots)
 
-    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
-        pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
-        copied = [device_pool.slots.contents[slot] for _, slot in pairs]
+
+class RecordingCopier(LateCopier):
+    """Late copies, with what they copy.  device: the allocator of the device's slots, which records the same."""
+
+    def __init__(self, memory: HostMemory, device: Any):
+        super().__init__(CpuCopier(memory), memory)
+        self._device, self._last_layer = device, memory.num_layers - 1
+
+    def back_up(self, plan: tuple) -> None:
+        pairs = list(zip(plan[1].tolist(), plan[2].tolist(), strict=True))
+        copied = [self._device.contents[slot] for _, slot in pairs]
         assert NOT_COMPUTED not in copied, "copied to the host before it is computed"
-        current_stream().do(lambda: self._back_up(device_pool, pairs, copied))
-        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
+        current_stream().do(lambda: self._backed_up(pairs, copied))
+        super().back_up(plan)
 
-    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
-        if layer_id == self.layer_num - 1:
-            pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
-            current_stream().do(lambda: self._load(device_pool, pairs))
-        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
+    def _backed_up(self, pairs: list[tuple[int, int]], copied: list) -> None:
+        assert [self._device.contents[slot] for _, slot in pairs] == copied, "changed while it is copied"
+        contents = self._memory.slots.contents
+        contents.update((host_slot, content) for (host_slot, _), content in zip(pairs, copied, strict=True))
 
-    def _back_up(self, device_pool, pairs, copied) -> None:
-        assert [device_pool.slots.contents[slot] for _, slot in pairs] == copied, "changed while it is copied"
-        self.contents.update((host_slot, content) for (host_slot, _), content in zip(pairs, copied, strict=True))
+    def load(self, plan: tuple, layer: int) -> None:
+        if layer == self._last_layer:
+            pairs = list(zip(plan[1].tolist(), plan[2].tolist(), strict=True))
+            current_stream().do(lambda: self._loaded(pairs))
+        super().load(plan, layer)
 
-    def _load(self, device_pool, pairs) -> None:
+    def _loaded(self, pairs: list[tuple[int, int]]) -> None:
+        contents = self._memory.slots.contents
         for host_slot, slot in pairs:
-            assert self.contents[host_slot] != NOT_COMPUTED, "loaded before it is on the host"
-            device_pool.slots.compute(slot, self.contents[host_slot])
+            assert contents[host_slot] != NOT_COMPUTED, "loaded before it is on the host"
+            self._device.compute(slot, contents[host_slot])
 
 
 class RecordingObjects(ChunkObjects):
     """Stored chunks, with what was computed into them. Other KV than was written by a name counts as not computed."""
 
     written_as: ClassVar[dict[tuple[bytes, int], tuple[bytes, list]]] = {}
+
+    def __init__(self, backend: Any, memory: HostMemory):
+        super().__init__(backend, memory)
+        self._memory = memory
 
     def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
         assert NOT_COMPUTED not in self._contents(slots.numpy()), "stored before it is computed"
@@ -74,14 +91,14 @@ class RecordingObjects(ChunkObjects):
             if found and allowed:
                 kv, contents = self.written_as[name, index]
                 if kv == self._kv(slots):
-                    self.pool.contents.update(zip(slots.tolist(), contents, strict=True))
+                    self._memory.slots.contents.update(zip(slots.tolist(), contents, strict=True))
         return found
 
     def _kv(self, slots: np.ndarray) -> bytes:
-        return self._rows[self._starts + slots].tobytes()
+        return b"".join(rows[starts + slots].tobytes() for rows, starts in self._tables)
 
     def _contents(self, slots: np.ndarray) -> list:
-        return [self.pool.contents[slot] for slot in slots.tolist()]
+        return [self._memory.slots.contents[slot] for slot in slots.tolist()]
 
 
 class OnDemand(Calls):

@@ -189,7 +189,7 @@ class Client:
                 method, self.url + path, json=body, headers=headers, timeout=timeout
             ) as response:
                 text = await response.text()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise Wrong(f"{method} {path} hung: {str(body)[:300]}") from None
         except aiohttp.ClientError as error:
             raise Wrong(f"{method} {path}: {error!r}: {str(body)[:300]}") from None

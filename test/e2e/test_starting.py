@@ -12,10 +12,10 @@ import pytest
 import requests
 import torch
 
+from fakes import dead_hook
 from sglang_lazy import launch_server
-from sglang_lazy.testing import device_flags
 from sglang_lazy.testing.processes import start
-from sglang_lazy.testing.server import free_ports
+from sglang_lazy.testing.server import device_flags, free_ports
 
 
 def printed(module, *arguments, status, environment=None):
@@ -163,3 +163,14 @@ def test_bad_flags_end_a_command_before_it_imports_sglang(module, flags, reason)
 def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_model):
     shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda", status=1)
     assert "--lazy-kernels cuda: the kernels need a Hopper GPU" in shown and "Load weight" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm_up", [[], ["--skip-server-warmup"]])
+def test_a_server_does_not_get_up_with_a_hook_that_never_runs(tiny_model, with_plugin, warm_up):
+    """Found by the self-test, which needs no warm-up of SGLang's."""
+    flags = ["--model-path", tiny_model, *device_flags(), "--max-total-tokens", "1000", *warm_up]
+    with with_plugin(dead_hook.load):
+        shown = refused(*flags, "--port", str(free_ports(1)[0]), status=3)
+    assert f"sglang-lazy cannot serve: SGLang does not call what these hooks are on: ['{dead_hook.TARGET}']" in shown
+    assert "ready to roll" not in shown

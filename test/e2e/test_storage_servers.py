@@ -109,7 +109,7 @@ def test_metrics_of_the_tiers(healthy):
         "fetched": ("sglang:prefetched_tokens_total", {"storage_backend": "dynamic"}),
         "loaded": ("sglang:load_back_tokens_total", {}),
         "host": ("sglang:cached_tokens_total", {"cache_source": "host"}),
-        "storage": ("sglang:cached_tokens_total", {"cache_source": "storage_HostileFile"}),
+        "storage": ("sglang:cached_tokens_total", {"cache_source": "storage"}),
         "backed up": ("sglang_lazy:host_backup_tokens_total", {}),
         "late": ("sglang_lazy:storage_fetch_timeouts_total", {}),
         "missed": ("sglang_lazy:storage_fetch_misses_total", {}),

@@ -45,7 +45,7 @@ def choice(ids, spans, kept, preamble, window, ratio):
         read=lambda _req, start, end: torch.arange(start, end),
         chunk_slots=lambda _state, _nodes: [torch.as_tensor(chunk.positions) + len(ids) for chunk in prompt.chunks],
     )
-    measure_deviation(SimpleNamespace(lazy=state, last_node=SimpleNamespace(chunks=None)), model, rows, lambda t: t)
+    measure_deviation(SimpleNamespace(lazy=state), None, model, rows, lambda t: t)
     state.probe.send()
     chosen = get_policy(f"blend:ratio={ratio}").choose(prompt.chunks, state.probe.result())
     still = {

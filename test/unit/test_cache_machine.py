@@ -174,7 +174,7 @@ class CacheHistories(RuleBasedStateMachine):
 
     def advance_once(self, req, num_tokens):
         if req.phase == "extending":
-            if req.extend_range.end < len(req.full_untruncated_fill_ids):
+            if req.extend_end < len(req.full_untruncated_fill_ids):
                 self.pools.end_piece(req)
                 req.phase = "extended"
             elif is_internal(req):
@@ -196,7 +196,7 @@ class CacheHistories(RuleBasedStateMachine):
     def end_probe(self, req, done):
         parent = linked(req).probe.parent
         undecided = lazy_state(parent)
-        self.pools.release(req, is_insert=done)
+        self.pools.release(req, checkpoint=done)
         self.retracted.append(parent)
         if not done:
             assert stand_in(parent) is not req
@@ -216,7 +216,7 @@ class CacheHistories(RuleBasedStateMachine):
     def retract(self, req):
         if is_internal(req):
             return self.end_probe(req, done=False)
-        self.pools.release(req, is_insert=False)
+        self.pools.release(req, checkpoint=False)
         req.reset_for_retract()
         self.retracted.append(req)
 
@@ -226,7 +226,7 @@ class CacheHistories(RuleBasedStateMachine):
         """A request is aborted or retracted, in any phase."""
         req = pick_from(self.pools.running, pick)
         if abort:
-            self.pools.release(req, is_insert=False)
+            self.pools.release(req, checkpoint=False)
         else:
             self.retract(req)
 
@@ -335,7 +335,7 @@ class CacheHistories(RuleBasedStateMachine):
 
     def end_all(self):
         for req in list(self.pools.running):
-            self.pools.release(req, is_insert=False)
+            self.pools.release(req, checkpoint=False)
         while self.pools.revoke():
             pass
         self.settle()

@@ -1,6 +1,7 @@
 """A Comb model on SGLang's layers: configuration, weights, the encoder, and which tokens its cross layers change."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,7 @@ from sglang_lazy.port.model.comb_config import CombLlamaConfig
 
 
 @pytest.fixture(autouse=True)
-def one_rank(sglang_context, monkeypatch):
-    group = type("Group", (), dict(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1))()
-    for module in ("sglang.srt.models.llama.get_pp_group", "sglang.srt.distributed.get_pp_group"):
-        monkeypatch.setattr(module, lambda: group)
+def one_rank(sglang_context):
     with runtime_context.get_parallel().override(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1, tp_rank=0, tp_size=1):
         yield
 
@@ -61,7 +59,11 @@ def test_each_rank_has_the_heads_that_its_queries_read(tmp_path):
     path = build(tmp_path / "model")
     weights = load_file(path / "model.safetensors")
     for rank in range(4):
-        with runtime_context.get_parallel().override(tp_rank=rank, tp_size=4, attn_tp_rank=rank, attn_tp_size=4):
+        sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), 4)
+        groups = dict.fromkeys(
+            ("tp_group", "attn_tp_group"), SimpleNamespace(world_size=4, rank_in_group=rank, cpu_group=None)
+        )
+        with runtime_context.get_parallel().override(tp_rank=rank, attn_tp_rank=rank, **sizes, **groups):
             model = new_model(path)
             model.load_weights(weights.items())
         parts, group = dict(model.named_parameters()), rank * KV_HEADS // 4

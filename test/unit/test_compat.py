@@ -28,7 +28,7 @@ FLAGS = {
     "speculative_algorithm": None,
     "disaggregation_mode": "null",
     "pp_size": 1,
-    "enable_dp_attention": False,
+    "attn_dp_size": 1,
     "attn_cp_size": 1,
     "enable_prefill_cp": False,
     "dcp_size": 1,
@@ -64,7 +64,7 @@ UNFIT_FLAGS = [
     ("speculative_algorithm", "EAGLE", "speculative decoding"),
     ("disaggregation_mode", "prefill", "disaggregation"),
     ("pp_size", 2, "pipeline parallelism"),
-    ("enable_dp_attention", True, "data-parallel attention"),
+    ("attn_dp_size", 2, "data-parallel attention"),
     ("attn_cp_size", 2, "--attn-cp-size"),
     ("enable_prefill_cp", True, "--enable-prefill-cp"),
     ("dcp_size", 2, "--dcp-size"),
@@ -94,14 +94,26 @@ UNFIT_FLAGS = [
 ]
 
 
+class Args(SimpleNamespace):
+    """`ServerArgs` whose flags are resolved."""
+
+    def resolve_once(self):
+        pass
+
+
+def backends(base, prefill=None, decode=None):
+    """Flags of attention backends."""
+    return Args(attention_backend=base, prefill_attention_backend=prefill, decode_attention_backend=decode)
+
+
 def test_the_defaults_fit():
     """No reason is found where there is none."""
-    assert compat.unfit_flags(SimpleNamespace(**FLAGS)) == []
+    assert compat.unfit_flags(Args(**FLAGS)) == []
 
 
 def test_flags_are_sglangs_own():
     """Every flag checked exists, so that a renamed one cannot pass unnoticed; and each is refused in a test below."""
-    assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
+    assert set(FLAGS) <= set(ServerArgs.__struct_fields__)
     assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
 
 
@@ -109,21 +121,21 @@ def test_flags_are_sglangs_own():
 def test_unfit_environment(name):
     """An unsupported environment variable gives one reason."""
     with getattr(envs, name).override(True):
-        (given,) = compat.unfit_flags(SimpleNamespace(**FLAGS))
+        (given,) = compat.unfit_flags(Args(**FLAGS))
     assert {"SGLANG_RUST_SERVER": "the Rust server", "SGLANG_RADIX_FORCE_MISS": name}[name] in given
 
 
 @pytest.mark.parametrize(("flag", "value", "reason"), UNFIT_FLAGS)
 def test_unfit_flags(flag, value, reason):
     """One unsupported flag gives one reason, which names it."""
-    (given,) = compat.unfit_flags(SimpleNamespace(**{**FLAGS, flag: value}))
+    (given,) = compat.unfit_flags(Args(**{**FLAGS, flag: value}))
     assert reason in given
 
 
 def test_full_prefill_graphs_do_not_fit_without_a_host_tier_either():
     """Their attention is captured with them, so linked rows would be read as ordinary ones."""
     given = {**FLAGS, "enable_hierarchical_cache": False, "cuda_graph_config": FULL_PREFILL_GRAPHS}
-    (reason,) = compat.unfit_flags(SimpleNamespace(**given))
+    (reason,) = compat.unfit_flags(Args(**given))
     assert "prefill full" in reason
 
 
@@ -157,7 +169,7 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
     shapes = {attn.layer_id: (attn.tp_k_head_num, attn.qk_head_dim) for attn in attention}
     fields = {
         "model_config": SimpleNamespace(**config),
-        "server_args": SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: ("triton", "triton")),
+        "server_args": backends("triton"),
         "token_to_kv_pool": SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(1, *shapes[layer_id])),
         "use_mla_backend": False,
         "kv_cache_dtype": torch.bfloat16,
@@ -248,7 +260,7 @@ def test_query_needs_layers_without_windows():
 
 def test_scales_that_the_stock_backend_does_not_apply():
     """SGLang's own attention fills chunks; it must store keys as the link path reads them."""
-    native = SimpleNamespace(attention_backend=None, get_attention_backends=lambda: ("torch_native", "torch_native"))
+    native = backends(None, "torch_native", "torch_native")
     for layer, count in ((scaled(0.5, 0.5), 1), (scaled(1.0, 1.0), 0), (scaled(None, None), 0)):
         assert len(compat.unfit_model(runner(layer, server_args=native, **FP8))) == count
 
@@ -256,8 +268,7 @@ def test_scales_that_the_stock_backend_does_not_apply():
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 def test_unfit_attention_backends(which):
     """Where only one of prefill and decode is unsupported, that backend is named."""
-    backends = ("triton", "flashmla") if which == "decode" else ("flashmla", "triton")
-    args = SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: backends)
+    args = backends("triton", **{which: "flashmla"})
     (given,) = compat.unfit_model(runner(Layer(plain_rope()), server_args=args))
     assert given.startswith("attention backend flashmla:")
 
@@ -340,7 +351,7 @@ def test_the_message_says_what_to_do():
 def test_another_sglang_is_refused(monkeypatch):
     """The message names both versions."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
-    with pytest.raises(RuntimeError, match=r"0\.5\.17.*0\.5\.16"):
+    with pytest.raises(RuntimeError, match=r"0\.5\.23.*0\.5\.16"):
         plugin.check_version()
 
 

@@ -1,13 +1,17 @@
-"""Where decode graphs store keys if layers with windows have a pool of their own."""
+"""Decode graphs for linked rows: which are captured and replayed, and where they store keys of window layers."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.model.attention import LinkAttention
+from sglang_lazy.port.model.graphs import add_variants, batch_of_graph
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -44,3 +48,50 @@ def test_padding_writes_nowhere():
     for tokens in ([11, 25, 31, 42, 53, 68], [12, 26, 43, 54, 69], [13], [14, 27, 44]):
         prepare(tokens)
         assert captured.tolist() == slots[tokens].tolist() + [0] * (8 - len(tokens))
+
+
+def table():
+    rope = LayerRope(torch.zeros(1), 8, True, "cpu")
+    return SegmentTable(1, 1, "cpu", ServedModel({}, {0: AttentionLayer(1, 1, 2, rope)}))
+
+
+def captures(segment_table):
+    """What SGLang's loop captures for one size, without LoRA: the labels of variants, and the batch that a backend sees
+    in each."""
+    seen = []
+    graph_runner = SimpleNamespace(
+        model_runner=SimpleNamespace(
+            device="cpu",
+            gpu_id=0,
+            model=torch.nn.Module(),
+            req_to_token_pool=SimpleNamespace(segment_table=segment_table),
+        ),
+        capture_bs=[1],
+        compile_bs=[],
+        captured_req_width=1,
+        record_nolora_graph=False,
+        attention_graph_variants=None,
+        _set_profile_trace_tag=lambda *_: None,
+        capture_one_shape=lambda *given: seen.append(
+            (given[-1], segment_table and batch_of_graph(segment_table, in_capture=True))
+        ),
+    )
+    add_variants(graph_runner)
+    DecodeCudaGraphRunner._capture_one_stream(graph_runner)
+    return graph_runner, seen
+
+
+def test_each_shape_is_captured_for_linked_rows_too():
+    given = table()
+    graph_runner, seen = captures(given)
+    assert seen == [("stock", None), ("link", LinkedBatch())]
+    resolve = DecodeCudaGraphRunner._resolve_attention_variant
+    assert resolve(graph_runner, None, 1) == "stock"
+    with given.running(LinkedBatch()):
+        assert resolve(graph_runner, None, 1) == "link"
+        assert batch_of_graph(given, in_capture=False) == LinkedBatch()
+
+
+def test_models_without_chunk_reuse_have_the_stock_graphs():
+    graph_runner, seen = captures(None)
+    assert seen == [(None, None)] and graph_runner.attention_graph_variants is None

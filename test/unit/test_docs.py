@@ -159,8 +159,8 @@ def metrics(monkeypatch) -> set[str]:
         monkeypatch.setattr(prometheus_client, kind, metric)
     monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(shadow_rate=1.0))
     ChunkMetrics(MagicMock(counts=Counts()), {})
-    tier_report.HostReport.measured({})
-    tier_report.measured(1, {}, None)
+    tier_report.HostReport.measured(MagicMock(labels={}))
+    tier_report.measured(1, {})
     shadow.attach(None, MagicMock())
     return names | set(re.findall(r'"(sglang:\w+)"', inspect.getsource(metrics_collector)))
 

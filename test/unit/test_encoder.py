@@ -14,7 +14,7 @@ from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from fakes.storage import Storage
 from fakes.streams import LatePool
-from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
@@ -57,7 +57,7 @@ class RecordingPools(Pools):
         if current is not None and not batch.forward_mode.is_decode():  # decode, as a CUDA graph, waits for no load
             keys, _ = self.chunk_kv.get_kv_buffer(0)
         for i, (req, chunks) in enumerate(zip(batch.reqs, wanted, strict=True)):
-            row = req.req_pool_idx
+            row = req.kv.req_pool_idx
             if not chunks:
                 assert not int(table.num_segments[row])
                 assert current is None or current.slots[i] is None
@@ -89,14 +89,14 @@ class Loop(Scheduler):
             "every slot is accounted for exactly once"
         )
         assert chunk_tree.evictable_size() + chunk_tree.protected_size() == sum(map(len, held))
-        running = sum(req.kv_committed_len - req.cache_protected_len for req in self.in_rows())
+        running = sum(req.kv.kv_committed_len - req.cache_protected_len for req in self.in_rows())
         in_tree = text_tree.evictable_size() + text_tree.protected_size()
         assert self.pools.slots.available_size() + in_tree + running == self.pools.slots.size
 
     def in_rows(self):
         reqs = {*self.running_batch.reqs, *(self.last_batch.reqs if self.last_batch else ())}
         reqs |= {self.chunked_req} if self.chunked_req else set()
-        return [req for req in reqs if req.req_pool_idx is not None]
+        return [req for req in reqs if req.kv.req_pool_idx is not None]
 
     def submit(self, *docs, text=QUESTION, rid="request", **kwargs):
         req = new_request([text, *((CHUNK, doc) for doc in docs)], rid=rid, **kwargs)
@@ -145,7 +145,7 @@ def test_an_aborted_request_gives_its_slots_back():
     blocking = loop.submit(DOCS[6], rid="running", max_new_tokens=8)
     loop.step()
     waiting = loop.submit(DOCS[1], rid="waiting")
-    loop.admission.visible_queue(loop.running_batch)
+    loop.admission.visible_queue(loop.running_batch.reqs)
     assert [*loop.store.pending] == [chunk.key for chunk in linked(waiting).prompt.chunks]
     loop.abort(waiting)
     loop.run()
@@ -297,7 +297,7 @@ def test_a_server_that_copies_chunks_is_not_idle():
     loop.run()
     demote(loop)
     req = loop.submit(DOCS[4])
-    loop.admission.visible_queue(loop.running_batch)
+    loop.admission.visible_queue(loop.running_batch.reqs)
     loop.abort(req)
     assert not loop.is_fully_idle()
     loop.run()

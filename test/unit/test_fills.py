@@ -85,7 +85,7 @@ def test_a_chunk_cached_before_its_fill_begins(overlap):
     fill = next(req for req in scheduler.visible() if fill_of(req) is not None)
     assert fill_tokens([fill]) == [[A[1][:3]]] and all(scheduler.resident(late))
     scheduler.run()
-    assert fill.extend_range.length == 1
+    assert fill.extend_len == 1
     assert scheduler.counts(late) == (0, 0, 0)
 
 

@@ -5,19 +5,15 @@ import threading
 import time
 
 import pytest
-import torch
-from sglang.srt.mem_cache.hicache_storage import PrefetchTimeoutConfig
 
-from fakes.loop import QUESTION, A, B, C
-from fakes.requests import CHUNK
+from fakes.chunk_server import PATIENCE, A, B, C, Server, storage_with
 from fakes.storage import Storage
-from fakes.stored import details, new_server, storage_with
 from sglang_lazy.port.cache import chunk_objects
 from sglang_lazy.port.cache.calls import MAX_STUCK, Calls, Outcome
 from sglang_lazy.testing.server import wait_for
 
 NUM_THREADS = 4
-LONG = (CHUNK, tuple(range(20, 20 + 2 * chunk_objects.NUM_READERS)))
+LONG = range(20, 20 + 2 * chunk_objects.NUM_READERS)
 
 
 class Choosy(Storage):
@@ -45,16 +41,22 @@ def storage():
     storage.never.set()
 
 
-def keys_of(storage, *chunks):
+def keys_of(storage, *texts):
     """The keys of these chunks, which storage does not have yet and now has."""
     before = {*storage.objects}
-    storage_with(*chunks, storage=storage)
+    storage_with(*texts, storage=storage)
     return {*storage.objects} - before
+
+
+def new_server(storage, **options):
+    """Its clock runs, and its steps wait for nothing."""
+    server = Server(storage, **options)
+    server.storage.clock, server.slow = time.monotonic, True
+    return server
 
 
 def step_until(server, done):
     """Take steps until a condition holds, whatever hangs meanwhile."""
-    server.pools.slow = True  # do not wait for all calls
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "it hangs"
@@ -62,29 +64,24 @@ def step_until(server, done):
         time.sleep(1e-4)
 
 
-def served(server, *parts):
-    req = server.submit([*parts, QUESTION], "r")
-    step_until(server, lambda: req.finished() and server.is_fully_idle())
-    return req
-
-
 @pytest.mark.usefixtures("sglang_context")
-@pytest.mark.parametrize("chunk", [A, LONG], ids=["one piece", "more pieces than threads"])
-def test_a_read_that_never_ends_costs_its_own_chunk(storage, monkeypatch, chunk):
+@pytest.mark.parametrize("tokens", [A, LONG], ids=["one piece", "more pieces than threads"])
+def test_a_read_that_never_ends_costs_its_own_chunk(storage, monkeypatch, tokens):
     """It is computed after the deadline. Chunks asked for before that and after it come from storage, and a flush does
     not wait."""
-    size = new_server(Storage()).tree_cache.token_to_kv_pool_host.get_size_per_token()
-    monkeypatch.setattr(chunk_objects, "PIECE_BYTES", len(chunk[1]) * size if chunk is A else size)
-    storage.unread = keys_of(storage, chunk)
+    size = Server(Storage()).tree.memory.token_bytes
+    monkeypatch.setattr(chunk_objects, "PIECE_BYTES", len(tokens) * size if tokens is A else size)
+    storage.unread = keys_of(storage, tokens)
     keys_of(storage, B, C)
-    server = new_server(storage)
-    server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=1.0, per_ki_token=0.0, max=1e9)
-    req = served(server, chunk, B) if chunk is A else served(server, chunk)
-    assert details(req)[2] == (4 if chunk is A else 0)
-    assert details(served(server, C)) == (0, 0, 4, 4)
-    assert server.tree_cache.report.numbers()["late"] == 1
-    server.pools.flush()  # for ever, if it waited for the read
-    assert details(served(server, C, B)) == (0, 0, 8, 8)
+    server = new_server(storage, patience=PATIENCE._replace(base=1.0, per_ki_token=0.0, max=1e9))
+    if tokens is A:
+        assert server.served(A, B) == [None, "storage"]
+    else:
+        assert server.served(LONG) == [None]
+    assert server.served(C) == ["storage"]
+    assert server.numbers()["late"] == 1
+    server.flush()  # for ever, if it waited for the read
+    assert server.served(C, B) == ["storage", "storage"]
 
 
 @pytest.mark.usefixtures("sglang_context")
@@ -92,36 +89,35 @@ def test_a_write_that_never_ends_keeps_its_own_chunk_only(storage):
     """The chunks behind it are stored, their copies are free to go, and a flush loses only its own."""
     storage.unwritten = keys_of(storage, A)
     storage.objects.clear()
-    server = new_server(storage)
-    server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.05)
-    served(server, A)
-    for chunk in (B, C):
-        served(server, chunk)
-    step_until(server, lambda: server.tree_cache.report.num_stored == 2)
-    assert sum(len(node.key) for node, _, _ in server.pools.nodes() if node.host_ref_counter) == 4
-    server.pools.flush()
-    assert server.tree_cache.report.numbers()["unstored"] == 1 and len(storage.objects) == 2
+    server = new_server(storage, patience=PATIENCE._replace(max=0.05))
+    for tokens in (A, B, C):
+        server.served(tokens)
+    step_until(server, lambda: server.numbers()["stored"] == 2)
+    assert server.num_protected == 4
+    server.flush()
+    assert server.numbers()["unstored"] == 1 and len(storage.objects) == 2
 
 
 class Ranks:
     """Servers as tensor-parallel ranks, each in a thread. One runs at a time, until it needs the others' values."""
 
-    def __init__(self, servers):
-        self.servers, self.turn = servers, threading.Lock()
-        self.met, self.values = threading.Barrier(len(servers), timeout=60), [None] * len(servers)
-        for rank, server in enumerate(servers):
-            server.tree_cache._all_reduce_attn_groups = functools.partial(self._all_reduce, rank)
+    def __init__(self, storages, patiences):
+        self.turn, self.met = threading.Lock(), threading.Barrier(len(storages), timeout=60)
+        self.values = [None] * len(storages)
+        self.servers = [
+            new_server(storage, patience=patience, agree=functools.partial(self._agree, rank))
+            for rank, (storage, patience) in enumerate(zip(storages, patiences, strict=True))
+        ]
 
-    def _all_reduce(self, rank, tensor, op):
-        assert op == torch.distributed.ReduceOp.MIN
-        self.values[rank] = tensor.clone()
+    def _agree(self, rank, numbers):
+        self.values[rank] = [*numbers]
         self.turn.release()
         self.met.wait()
-        assert len({value.shape for value in self.values}) == 1, "the ranks ask about different things"
-        least = functools.reduce(torch.minimum, self.values)
+        assert len({len(values) for values in self.values}) == 1, "the ranks ask about different things"
+        least = [min(each) for each in zip(*self.values, strict=True)]
         self.met.wait()
         self.turn.acquire()
-        tensor.copy_(least)
+        return least
 
     def do(self, act):
         """Have each rank act; returns their results."""
@@ -149,32 +145,18 @@ class Ranks:
 def test_ranks_take_results_in_whatever_order_they_come():
     """Each rank has a read of its own that never ends, and another that fails. All compute the three chunks, and have
     the fourth from storage; its result comes behind the others'."""
-    chunks = [(CHUNK, (first, 7, 7, 7)) for first in (11, 12, 13, 14)]
+    texts = [(first, 7, 7, 7) for first in (11, 12, 13, 14)]
     storages = [Choosy(), Choosy()]
-    names = [[keys_of(storage, chunk) for chunk in chunks] for storage in storages]
+    names = [[keys_of(storage, tokens) for tokens in texts] for storage in storages]
     storages[0].unread, storages[1].unread = names[0][0], names[1][1]
     del storages[1].objects[min(names[1][2])]
-    servers = [new_server(storage) for storage in storages]
-    for rank, server in enumerate(servers):
-        server.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=1.0 + rank, per_ki_token=0.0)
-    ranks = Ranks(servers)
-
-    def serve(server, *parts):
-        req = server.submit([*parts, QUESTION], "r")
-        server.pools.slow = True
-        for _ in range(10_000):
-            server.step()
-            if req.finished() and server.is_fully_idle():
-                return details(req), server.counts(req)
-            time.sleep(1e-3)
-        raise AssertionError("it hangs")
-
-    first, second = ranks.do(lambda server: serve(server, *chunks))
-    assert first == second and first[0] == (0, 0, 4, 4)
-    assert [server.tree_cache.report.numbers()["late"] for server in servers] == [2, 2]
-    assert [server.tree_cache.report.numbers()["missed"] for server in servers] == [1, 1]
-    ranks.do(lambda server: server.pools.flush())
-    assert ranks.do(lambda server: serve(server, chunks[3])[0]) == [(0, 0, 4, 4)] * 2
+    ranks = Ranks(storages, [PATIENCE._replace(base=base, per_ki_token=0.0) for base in (1.0, 2.0)])
+    first, second = ranks.do(lambda server: server.served(*texts))
+    assert first == second == [None, None, None, "storage"]
+    assert [server.numbers()["late"] for server in ranks.servers] == [2, 2]
+    assert [server.numbers()["missed"] for server in ranks.servers] == [1, 1]
+    ranks.do(lambda server: server.flush())
+    assert ranks.do(lambda server: server.served(texts[3])) == [["storage"]] * 2
     for storage in storages:
         storage.never.set()
 

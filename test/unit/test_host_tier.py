@@ -9,16 +9,12 @@ from array import array
 import pytest
 import torch
 
-from fakes.host_tree import CHUNKS, Tree
+from fakes.host_tree import CHUNKS, Tree, check, host_used
 from sglang_lazy.cache.numbers import Numbers
 from sglang_lazy.core.keys import Namespace
 
 TEXT = Namespace("text", None, None, b"path")
 A, B, C, D = ([n, n + 1, n + 2, n + 3] for n in (10, 20, 30, 40))
-
-
-def host_used(tree):
-    return tree.memory.slots.size - tree.memory.slots.num_free
 
 
 def settle(tree):
@@ -37,35 +33,6 @@ def warm(tree, *texts, namespace=CHUNKS):
 
 def demote(tree):
     tree.evict(tree.num_evictable)
-
-
-def check(tree, held=()):
-    """Slots add up, and nodes that are not being copied hold what was computed."""
-    tree_host, tree_device = [], []
-    copying = [node for some in tree.host._under_way for transfer in some for node in transfer.nodes]
-    for node in tree.nodes():
-        assert node.slots is not None or node.host is not None
-        if not node.parent.is_root:
-            assert node.slots is None or node.parent.slots is not None
-            assert node.host is None or node.parent.host is not None
-        if node.slots is not None:
-            assert len(node.slots) == len(node.tokens)
-            tree_device += node.slots.tolist()
-            if not tree.host.loading(node):
-                assert tree.on_device(node) == tree.kv(node)
-        if node.host is not None:
-            assert len(node.host.slots) == len(node.tokens)
-            tree_host += node.host.slots.tolist()
-            if node.host.transfer is None:
-                assert tree.on_host(node.host.slots) == tree.kv(node)
-            else:
-                assert node in copying and node.locks
-        is_host_leaf = node.slots is None and not node.children
-        assert (node in tree.host._leaves) == is_host_leaf
-    assert len(tree.host._leaves) == sum(node.slots is None and not node.children for node in tree.nodes())
-    held = [slot for slots in held for slot in slots.tolist()]
-    assert len({*tree_host, *held}) == len(tree_host) + len(held) == host_used(tree)
-    assert len(set(tree_device)) == len(tree_device) == tree.allocator.size - tree.allocator.available_size()
 
 
 def test_chunks_are_copied_together_and_come_back_in_one_go():

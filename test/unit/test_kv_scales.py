@@ -54,7 +54,8 @@ def test_scales_cancel():
     assert torch.equal(attend(torch.float32, k, v, 2.0**-8, 16.0), exact)
     scaled = attend(torch.float8_e4m3fn, k, v, 2.0**-8, 16.0)
     assert ((scaled - exact).norm() / exact.norm()) < 2**-4
-    assert not attend(torch.float8_e4m3fn, k, v, 1.0, 1.0).isfinite().all()
+    unscaled = attend(torch.float8_e4m3fn, k, v, 1.0, 1.0)
+    assert not ((unscaled - exact).norm() / exact.norm()) < 0.5
 
 
 def test_kernels_are_compiled_for_every_scale():

@@ -15,6 +15,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
@@ -28,6 +31,7 @@ from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.rows import FillRow
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port.facts import pass_of
 from sglang_lazy.port.model.attention import LinkAttention
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -271,7 +275,7 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name), window=window)
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
     layer.sliding_window_size = -1 if window is None else window - 1
-    current = LinkedBatch.of(batch, apart, windows=window is not None)
+    current = LinkedBatch.of(pass_of(batch), apart, windows=window is not None)
     assert current.q_positions.tolist() == forward_batch.positions.tolist()
     all_ordinary = all(req.positions is None for req in requests)
     ours = [req for req in requests if req.positions is not None or not (apart or all_ordinary)]
@@ -298,11 +302,6 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
 
-def unregistered(*args, use_mha_companion, **options):
-    """SGLang's op, which it registers for GPUs alone."""
-    radix_attention._unified_attention_with_output_impl(*args, use_mha_companion, return_lse=False, **options)
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", [name for name in BATCHES if any(req.positions is not None for req in BATCHES[name])])
 def test_padding_with_a_batch_dimension(monkeypatch, name, apart):
@@ -312,18 +311,14 @@ def test_padding_with_a_batch_dimension(monkeypatch, name, apart):
     layer, num_tokens = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0), len(q)
     padded = [torch.nn.functional.pad(x.flatten(1), (0, 0, 0, 8), value=float("nan")) for x in (q, k, v)]
     padded = [x.view(1, num_tokens + 8, -1, HEAD_DIM) for x in padded]
-    forward_batch.num_token_non_padded_cpu, forward_batch.mha_return_lse = num_tokens, False
-    context = SimpleNamespace(
-        forward_batch=forward_batch,
-        attention_layers=[layer],
-        mha_companion_layers=None,
-        num_tokens=num_tokens + 8,
-        raw_num_tokens=num_tokens,
-    )
-    monkeypatch.setattr(radix_attention, "get_tc_piecewise_forward_context", lambda: context)
-    monkeypatch.setattr(radix_attention, "get_attn_backend", lambda: backend)
-    monkeypatch.setattr(radix_attention, "unified_attention_with_output", unregistered)
-    with backend.link_table.running(LinkedBatch.of(batch, apart)):
+    forward_batch.global_num_token_non_padded_cpu, forward_batch.mha_return_lse = num_tokens, False
+    monkeypatch.setattr(radix_attention, "is_in_breakable_cuda_graph", lambda: True)
+    with (
+        backend.link_table.running(LinkedBatch.of(pass_of(batch), apart)),
+        forward_context(ForwardContext(attn_backend=backend)),
+        set_forward_batch(forward_batch),
+        prefill_graph_scope(full_graph=False, raw_num_tokens=num_tokens),
+    ):
         backend.init_forward_metadata(forward_batch)
         out = layer(*padded, forward_batch)
     assert out.shape == padded[0].shape
@@ -340,7 +335,7 @@ def test_every_kind_of_layer_is_checked_once():
     model.layers = {layer_id: kinds[layer_id % 2] for layer_id in range(num_layers)}
     sizes = (POOL, 1, torch.float32, KV_HEADS, HEAD_DIM, num_layers)
     backend.link_pool = MHATokenToKVPool(*sizes, "cpu", enable_memory_saver=False)
-    current = LinkedBatch.of(batch, max_rows=0, windows=True)
+    current = LinkedBatch.of(pass_of(batch), max_rows=0, windows=True)
     with backend.link_table.running(current, ProbeSums(current, {0, 2}, torch.device("cpu"))):
         backend.init_forward_metadata(forward_batch)
         for layer_id in model.layers:
@@ -368,7 +363,7 @@ def test_sglang_gets_new_keys_and_values_unscaled(monkeypatch, name):
 
     monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", forward_extend)
     exact = [k.clone(), v.clone()]
-    with backend.link_table.running(LinkedBatch.of(batch)):
+    with backend.link_table.running(LinkedBatch.of(pass_of(batch))):
         backend.init_forward_metadata(forward_batch)
         backend.forward_extend(q, k, v, layer, forward_batch)
     assert all(map(torch.equal, given, exact)) and len(given) == 2
@@ -384,16 +379,16 @@ def test_what_sglang_cannot_compute_is_ours(name):
     backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name))
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
     sinks = torch.linspace(-3, 3, QO_HEADS).bfloat16()
-    with backend.link_table.running(LinkedBatch.of(batch, max_rows=0)):
+    with backend.link_table.running(LinkedBatch.of(pass_of(batch), max_rows=0)):
         backend.init_forward_metadata(forward_batch)
         out = backend.forward_extend(q, k, v, layer, forward_batch, sinks=sinks.float())
     exact = expected(backend, forward_batch, requests, q, sinks=sinks)
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
     for rows in ([ordinary(5, 9)], [fill([7], [0])]):
         _, batch, *_ = build(rows, seed=0)
-        assert len(LinkedBatch.of(batch, max_rows=0).linked) == 1 and LinkedBatch.of(batch) is None
+        assert len(LinkedBatch.of(pass_of(batch), max_rows=0).linked) == 1 and LinkedBatch.of(pass_of(batch)) is None
         batch.forward_mode = ForwardMode.DECODE
-        assert LinkedBatch.of(batch, max_rows=0) == LinkedBatch() and LinkedBatch.of(batch) is None
+        assert LinkedBatch.of(pass_of(batch), max_rows=0) == LinkedBatch() and LinkedBatch.of(pass_of(batch)) is None
 
 
 def test_windows_need_rows_in_order():
@@ -401,16 +396,16 @@ def test_windows_need_rows_in_order():
     row = np.array([*range(20, 40), *range(20), *range(40, 50)], dtype=np.int32)
     _, batch, *_ = build([request(40, 10, positions=row)], seed=0)
     batch.reqs[0].lazy.row.in_order = False
-    assert LinkedBatch.of(batch) is None and LinkedBatch.of(batch, windows=True).linked == [0]
+    assert LinkedBatch.of(pass_of(batch)) is None and LinkedBatch.of(pass_of(batch), windows=True).linked == [0]
     batch.forward_mode = ForwardMode.DECODE
-    assert LinkedBatch.of(batch) is None and LinkedBatch.of(batch, windows=True) == LinkedBatch()
+    assert LinkedBatch.of(pass_of(batch)) is None and LinkedBatch.of(pass_of(batch), windows=True) == LinkedBatch()
 
 
 def test_ordinary_requests_are_left_to_sglang():
     """Requests without chunks, and with copied chunks if all text to compute follows what it sees."""
     _, batch, *_ = build([ordinary(5, 9), out_of_order(3, [(0, 3)])], seed=0)
     for apart in (False, True):
-        assert LinkedBatch.of(batch, apart) is None
+        assert LinkedBatch.of(pass_of(batch), apart) is None
 
 
 def test_batches_with_more_rows_than_sglangs_buffers_are_ours():
@@ -419,7 +414,7 @@ def test_batches_with_more_rows_than_sglangs_buffers_are_ours():
     _, batch, *_ = build([ordinary(5, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
     for max_rows, linked in ((4, []), (3, [0, 1, 2, 3])):
         for apart in (False, True):
-            assert LinkedBatch.of(batch, apart, max_rows).linked == linked
+            assert LinkedBatch.of(pass_of(batch), apart, max_rows).linked == linked
 
 
 @pytest.mark.parametrize("min_width, width", [(8192, 8192), (16, 64)])
@@ -428,9 +423,9 @@ def test_batches_whose_rows_take_too_large_a_table_are_ours(monkeypatch, min_wid
     backend, batch, forward_batch, _ = build([ordinary(50, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
     monkeypatch.setattr("sglang_lazy.attention.rows.MIN_TABLE_WIDTH", min_width)
     monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", 4 * width)
-    current = LinkedBatch.of(batch)
+    current = LinkedBatch.of(pass_of(batch))
     with backend.link_table.running(current):
         backend.init_forward_metadata(forward_batch)
     assert backend.link_stock_part.req_to_token.numel() == 4 * width and not current.linked
     monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", 4 * width - 1)
-    assert LinkedBatch.of(batch).linked == [0, 1, 2, 3]
+    assert LinkedBatch.of(pass_of(batch)).linked == [0, 1, 2, 3]

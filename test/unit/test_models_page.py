@@ -73,7 +73,7 @@ def test_every_refused_flag_is_listed():
     ServerArgs.add_cli_args(parser)
     options = {action.dest: action.option_strings for action in parser._actions}
     listed = set(re.findall(r"--[a-z0-9-]+|SGLANG_\w+", PAGE.partition("## Not supported")[2]))
-    flags = set(re.findall(r"\bargs\.(\w+)", source))
+    flags = set(re.findall(r"\bflags\.(\w+)", source))
     assert len(flags) > 30
     assert [flag for flag in sorted(flags) if not listed.intersection(options[flag])] == []
     assert set(re.findall(r"\benvs\.(\w+)", source)) <= listed

@@ -27,7 +27,7 @@ def run_fills(scheduler):
     def counting(batch):
         for req in batch.reqs:
             if fill_of(req) is not None:
-                computed[req.rid] = computed.get(req.rid, 0) + req.extend_range.length
+                computed[req.rid] = computed.get(req.rid, 0) + req.extend_len
         launch(batch)
 
     scheduler.pools.launch = counting

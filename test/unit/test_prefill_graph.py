@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.rows import LinkedBatch, Pass
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.core.fills import Fill
@@ -28,13 +29,13 @@ def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=Tru
     runner = SimpleNamespace(
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
-        ps=SimpleNamespace(tp_size=tp_size),
         device="cuda",
     )
     graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 1536, 1792, 2048, 2304, 8192])
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
 
-    with pool.segment_table.running(None, last_layer=last_layer) if chunks else contextlib.nullcontext():
+    running = pool.segment_table.running(None, last_layer=last_layer) if chunks else contextlib.nullcontext()
+    with running, get_parallel().override(tp_size=tp_size):
         return can_run_prefill_graph(lambda *given: sglang, graph_runner, forward_batch)
 
 
@@ -71,13 +72,14 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=MODEL), size=7),
         model_config=SimpleNamespace(hidden_size=LARGE),
-        ps=SimpleNamespace(tp_size=1),
         device=device,
     )
     batch = SimpleNamespace(
         reqs=[SimpleNamespace(lazy=Fill([], None))],
         forward_mode=ForwardMode.EXTEND,
         extend_num_tokens=num_tokens,
+        prefix_lens=[0],
+        extend_lens=[num_tokens],
         req_to_token_pool=runner.req_to_token_pool,
         tree_cache=SimpleNamespace(
             store=SimpleNamespace(counts=Counts()),
@@ -86,8 +88,9 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
     )
     asked = []
     monkeypatch.setattr(LinkedBatch, "of", lambda *given, windows: asked.append((*given, windows)))
-    hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
-    assert asked == [(batch, apart, 7, False)]
+    with get_parallel().override(tp_size=1):
+        hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
+    assert asked == [(Pass([batch.reqs[0].lazy], [0], [num_tokens]), apart, 7, False)]
 
 
 def test_plain_decode_is_recognised_at_once():

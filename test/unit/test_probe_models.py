@@ -5,6 +5,7 @@ import torch
 import transformers
 from sglang.srt import runtime_context
 from sglang.srt.models import bailing_moe, gemma3_causal, hunyuan, minimax_m2
+from torch.nn.functional import rms_norm
 
 from oracle.models import MODELS
 from sglang_lazy.port.model.layers import describe_layers
@@ -53,9 +54,12 @@ def test_gemma3(factor):
 
 
 def test_minimax_m2(monkeypatch):
-    """Its norm over all heads exists only for some CPUs; GPUs have it."""
-    norm = minimax_m2.MiniMaxM2QKRMSNorm
-    monkeypatch.setattr(norm, "_forward_naive", norm._forward_cpu)
+    """Its norm over all heads exists only for GPUs and some CPUs."""
+
+    def over_all_heads(norm, q, k):
+        return [rms_norm(x, x.shape[-1:], own.weight, norm._eps) for x, own in ((q, norm._q_norm), (k, norm._k_norm))]
+
+    monkeypatch.setattr(minimax_m2.MiniMaxM2QKRMSNorm, "forward", over_all_heads)
     layer = minimax_m2.MiniMaxM2Attention(MODELS["minimax-m2"].config())
     assert layer.rotary_emb.rotary_dim == 64 and layer.use_qk_norm
     check(layer)

@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file
 from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
 from sglang.srt import runtime_context
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, moe_wna16, mxfp4
 from sglang.srt.layers.quantization.utils import pack_rows
 from triton_kernels.numerics_details.mxfp import upcast_from_mxfp_torch
@@ -72,11 +71,10 @@ def test_blocks_have_their_own_scales():
 def load(sglang_context, model_dir, tmp_path, monkeypatch):
     """load(format): the tensors of a checkpoint; SGLang's model with them, before they are laid out for kernels; and
     the weights of the equivalent model."""
-    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1, device="cpu")
-    for name in ("_PP", "_TP", "_MOE_DP", "_MOE_EP", "_MOE_TP"):
-        monkeypatch.setattr(parallel_state, name, group)
     for module in (torch.cuda, moe_wna16):
         monkeypatch.setattr(module, "get_device_capability", lambda: (9, 0))
+    for name in ("gptq.check_marlin_supported", "schemes.gptq_marlin.verify_marlin_supported"):
+        monkeypatch.setattr(f"sglang.srt.layers.quantization.gptq.{name}", lambda *_, **__: True)
 
     def load(name):
         form = FORMATS[name]
@@ -85,6 +83,8 @@ def load(sglang_context, model_dir, tmp_path, monkeypatch):
         module = importlib.import_module(f"sglang.srt.models.{config.model_type}")
         one_rank = dict(tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_dp_size=1)
         one_rank |= dict(moe_ep_rank=0, moe_ep_size=1, moe_tp_rank=0, moe_tp_size=1)
+        group = runtime_context.get_parallel().tp_group
+        one_rank |= dict(moe_dp_group=group, moe_ep_group=group, moe_tp_group=group)
         with runtime_context.get_parallel().override(**one_rank):
             kind = form.config["quant_method"]
             method = METHODS["moe_wna16" if kind in ("awq", "gptq") else kind].from_config(form.config)

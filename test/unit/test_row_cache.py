@@ -23,7 +23,7 @@ def run(pools, req):
     """Run one request to its end; returns how many tokens were computed for it, not counting its chunks."""
     pools.arrive(req)
     assert pools.begin(req)
-    num_computed = req.extend_range.length
+    num_computed = req.extend_len
     pools.end_prefill(req)
     while len(req.output_ids) < req.sampling_params.max_new_tokens:
         assert pools.decode(req)
@@ -83,7 +83,7 @@ def test_duplicate_text_is_kept_once():
     for req in twins:
         pools.end_prefill(req)
         pools.check()
-    rows = [pools.rows.req_to_token[req.req_pool_idx, : req.kv_committed_len].tolist() for req in twins]
+    rows = [pools.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len].tolist() for req in twins]
     assert rows[0] == rows[1]
     assert num_used(pools) == before - 5
 
@@ -98,7 +98,7 @@ def test_client_keys_reach_no_private_namespace(forge):
     for namespace, tokens in ((chunk.key.namespace, (1, 2, 3, 4)), (span.namespace, (4, 5, 1))):
         client = new_request([(TEXT, tokens)], extra_key=forge(namespace))
         client.init_next_round_input(pools.cache)
-        assert len(client.prefix_indices) == 0
+        assert client.prefix_len == 0
         other = new_request([(CHUNK, tokens[:3]), (TEXT, (4,))], extra_key=forge(namespace))
         pools.arrive(other)
         assert linked(other).hit_mask == 0
@@ -112,15 +112,15 @@ def test_an_image_is_found_whole_or_not_at_all():
     def with_images():
         req = new_request(parts)
         places = torch.arange(len(req.origin_input_ids)).expand(3, -1)
-        items = [MultimodalDataItem(Modality.IMAGE, hash=3, offsets=[offset]) for offset in ((1, 3), (7, 9))]
-        req.multimodal_inputs = MultimodalInputs(items, mrope_positions=places)
+        items = [MultimodalDataItem(modality=Modality.IMAGE, hash=3, offsets=[offset]) for offset in ((1, 3), (7, 9))]
+        req.multimodal_inputs = MultimodalInputs(mm_items=items, mrope_positions=places)
         return req
 
     aborted, req, again = with_images(), with_images(), with_images()
     pools.arrive(aborted)
     assert pools.begin(aborted, 3)
     pools.end_piece(aborted)
-    pools.release(aborted, is_insert=False)
+    pools.release(aborted, checkpoint=False)
     assert run(pools, req) == 8
     assert linked(req).row.cached == [1, 0, 0]
     assert [item.offsets for item in req.multimodal_inputs.mm_items] == [[(3, 5)], [(7, 9)]]

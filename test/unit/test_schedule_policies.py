@@ -1,13 +1,17 @@
 """SGLang's priorities and schedule policies: parents go in that order, fills before them, and chunks count as found."""
 
 import random
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.state import fill_of
+from sglang_lazy.port.scheduler import steps
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -228,3 +232,18 @@ def test_everybody_is_answered(policy, prioritizes, seed):
         assert req in aborted or len(req.output_ids) == req.sampling_params.max_new_tokens
     loop.tree_cache.evict(EvictParams(num_tokens=60))
     assert loop.pools.slots.available_size() == 60
+
+
+def test_fills_do_not_delay_later_prefills():
+    """SGLang waits until as many requests wait as batches had lately: users' requests, as those that wait are."""
+    told, attempt = [], SimpleNamespace(finalize=lambda *, actual_prefill_bs: told.append(actual_prefill_bs))
+    batch, running = SimpleNamespace(reqs=[new_fill(), new_fill(), SimpleNamespace()]), SimpleNamespace()
+    running.is_empty, admission = lambda: False, Mock(gave_back=False, shown=None)
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(admission=admission), waiting_queue=[], chunked_req=None)
+    steps.get_new_batch_prefill_raw(lambda *_: (batch, running), scheduler, attempt, running)
+    attempt.finalize(actual_prefill_bs=len(batch.reqs))
+    assert told == [1]
+
+
+def new_fill():
+    return SimpleNamespace(lazy=Fill([], None))

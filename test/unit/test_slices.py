@@ -6,7 +6,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, Loop
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.state import linked
 from sglang_lazy.policies import POLICIES, register
@@ -49,10 +49,10 @@ def slicing():
 
 def row_of(scheduler, req):
     """The slots and positions of a running request's row, and its segments as (end, offset, id)."""
-    table, index = scheduler.pools.rows.segment_table, req.req_pool_idx
+    table, index = scheduler.pools.rows.segment_table, req.kv.req_pool_idx
     count = int(table.num_segments[index])
     columns = (column[index, :count].tolist() for column in (table.ends, table.offsets, table.ids))
-    slots = scheduler.pools.rows.req_to_token[index, : req.kv_committed_len].tolist()
+    slots = scheduler.pools.rows.req_to_token[index, : req.kv.kv_committed_len].tolist()
     return slots, linked(req).row.positions.tolist(), list(zip(*columns, strict=True))
 
 

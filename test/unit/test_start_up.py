@@ -7,6 +7,7 @@ import sys
 import types
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -242,7 +243,7 @@ def around(original, *args):
 
 def test_a_hook_that_is_not_in_place_is_named(monkeypatch):
     """One hook was never applied, another has been replaced since."""
-    declared = [hooks.Hook(target, around, "AROUND") for target in (HOOKED, LOST)]
+    declared = [hooks.feature(target, around, "AROUND", "a test") for target in (HOOKED, LOST)]
     assert hooks.missing(declared) == [HOOKED, LOST]
     hooks.apply(declared[:1])
     assert Target.hooked() == "stock, hooked"
@@ -252,6 +253,83 @@ def test_a_hook_that_is_not_in_place_is_named(monkeypatch):
         plugin.verify()
     monkeypatch.setattr(Target, "hooked", lambda: "replaced")
     assert hooks.missing(declared) == [HOOKED, LOST]
+
+
+@pytest.fixture
+def nothing_hooked(monkeypatch):
+    monkeypatch.setattr(hooks, "_applied", {})
+    monkeypatch.setattr(hooks, "_ran", set())
+
+
+def nothing(*_args):
+    pass
+
+
+def test_a_second_hook_on_a_target_is_not_taken_for_the_first(nothing_hooked):
+    """SGLang does not apply it, and logs nothing."""
+
+    class Twice:
+        def method(self):
+            pass
+
+    globals()["Twice"] = Twice
+    first, second = (hooks.feature(f"{__name__}.Twice.method", one, "AROUND", "a test") for one in (around, nothing))
+    hooks.apply([first])
+    hooks.apply([first, second])
+    assert hooks.missing([first]) == [] and hooks.missing([second]) == [second.target]
+
+
+def test_a_lost_repair_is_no_reason_not_to_start(nothing_hooked, caplog):
+    """SGLang has repaired itself, or has got another fault: the server starts, with a warning."""
+    lost = hooks.repair(f"{__name__}.Target.gone", around, "AROUND", "clients are answered", "SGLang answers")
+    hooks.apply([lost])
+    assert hooks.missing([lost]) == []
+    (warning,) = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
+    assert "clients are answered" in warning
+
+
+def test_without_the_target_of_another_hook_nothing_starts(nothing_hooked):
+    for lost in (
+        hooks.feature(f"{__name__}.Target.gone", around, "AROUND", "clients are answered"),
+        hooks.required("sglang.srt.gone.Gone.method", around, "AROUND", "scheduler", "clients are answered"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{lost.target}.*clients are answered"):
+            hooks.apply([lost])
+
+
+class Flags(msgspec.Struct):
+    """As SGLang's `ServerArgs`: msgspec looks `__post_init__` up once, when it makes the class."""
+
+    given: int = 0
+
+    def __post_init__(self):
+        self.given += 1
+
+    def resolve(self):
+        self.given += 1
+
+
+def test_a_hook_that_never_runs_is_named(nothing_hooked):
+    """It is in place, and nobody calls it."""
+    dead, alive = (
+        hooks.required(f"{__name__}.Flags.{name}", nothing, "BEFORE", "tokenizer", "a test")
+        for name in ("__post_init__", "resolve")
+    )
+    elsewhere = hooks.required(f"{__name__}.Target.lost", around, "AROUND", "scheduler", "a test")
+    hooks.apply([dead, alive, elsewhere])
+    assert hooks.missing([dead, alive, elsewhere]) == []
+    Flags().resolve()
+    assert hooks.unused("tokenizer") == [dead.target]
+    assert hooks.unused("scheduler", "tokenizer") == [dead.target, elsewhere.target]
+
+
+def test_every_hook_says_what_it_is_for():
+    plugin.install()
+    for hook in plugin._hooks:
+        assert hook.why, hook.target
+        assert bool(hook.until) == (hook.role == "repair"), hook.target
+        assert (hook.process is not None) == (hook.role == "required"), hook.target
+    assert {hook.process for hook in plugin._hooks} == {None, "http", "tokenizer", "scheduler"}
 
 
 def test_no_module_keeps_a_function_that_is_hooked():

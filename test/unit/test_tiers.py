@@ -5,7 +5,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import steps as hooks
 

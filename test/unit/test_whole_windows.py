@@ -1,6 +1,7 @@
 """The windows with which SGLang's Triton attention decodes: one token short, unless GPU tests widen them."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ def test_decode_sees(widened):
     backend = SimpleNamespace(sliding_window_size=WINDOW - 1)  # models count a window without the token itself
     if widened:
         whole_windows.widen(None, backend)
-    indptr, row = torch.zeros(2, dtype=torch.int32), torch.arange(LENGTH, dtype=torch.int32)[None]
-    _, seen, *_ = update_sliding_window_buffer(
-        indptr, row, backend.sliding_window_size, torch.tensor([LENGTH]), torch.tensor([0]), 1, "cpu"
+    indptr, row = torch.zeros(2, dtype=torch.int32), torch.tensor([0])
+    _, _, num_seen, first = update_sliding_window_buffer(
+        indptr, Mock(), None, row, backend.sliding_window_size, torch.tensor([LENGTH]), 1, "cpu"
     )
-    assert seen.tolist() == list(range(LENGTH - WINDOW + (not widened), LENGTH))
+    assert (first + num_seen).item() == LENGTH and num_seen.item() == WINDOW - (not widened)
 
 
 @pytest.mark.parametrize("size", [None, -1])

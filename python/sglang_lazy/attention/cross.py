@@ -10,9 +10,10 @@ import torch
 
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
+from sglang_lazy.attention.rows import Pass
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, read_here, to_device
-from sglang_lazy.core.state import LinkedRequest, lazy_state
+from sglang_lazy.core.state import LinkedRequest
 
 AFTER_ALL = 2**30
 """The position of queries that see all KV tokens; small enough for kernels to add to it."""
@@ -33,17 +34,16 @@ class CrossBatch:
 
     @classmethod
     def of(
-        cls, batch: Any, separate: bool = True, max_rows: float = math.inf, *, windows: bool = False
+        cls, current: Pass, separate: bool = True, max_rows: float = math.inf, *, windows: bool = False
     ) -> "CrossBatch | None":
-        """The description of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
-        states = [lazy_state(req) for req in batch.reqs]
-        slots = [state.cross_slots if isinstance(state, LinkedRequest) else None for state in states]
+        """The description of a pass about to run; None if none of its requests reads chunks."""
+        slots = [state.cross_slots if isinstance(state, LinkedRequest) else None for state in current.states]
         if all(part is None for part in slots):
             return None
         for part in slots:
             if part is not None:  # its request may end and free it before the pass has run
                 read_here(part)
-        return cls(slots, None if batch.forward_mode.is_decode_or_idle() else batch.extend_lens)
+        return cls(slots, current.extend_lens)
 
     def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:
         """Fill `metadata` for a decode step.  rows: int64 [metadata's size], including padding at the end."""
@@ -147,9 +147,9 @@ class CrossReader:
         self.attend(0, q)
         self.metadata = None
 
-    def describe(self, pool_indices: torch.Tensor) -> None:
-        """Prepare for the table's current batch.  pool_indices: int64, its rows, including padding."""
-        current, self.metadata = self.table.current, None
+    def describe(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
+        """Prepare for a batch, None if nothing in it reads chunks.  pool_indices: int64, its rows, with padding."""
+        self.metadata = None
         if current is None:
             return
         if current.extend_lens is not None:
@@ -162,9 +162,9 @@ class CrossReader:
         """Allocate metadata for decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
         self._graph_metadata = LinkMetadata.allocate(max_bs, max_bs * max_context, self.table)
 
-    def describe_for_graph(self, pool_indices: torch.Tensor) -> None:
+    def describe_for_graph(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
         """`describe` into the memory that decode graphs read."""
-        current, self.metadata = self.table.current, None
+        self.metadata = None
         if current is not None:
             assert self._graph_metadata is not None
             self._plan(current, self._graph_metadata.first(len(pool_indices)), pool_indices)

@@ -12,7 +12,7 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import AttentionLayer, DecodePlan, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import as_linked
+from sglang_lazy.core.state import ChunkNodes, as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the tensor-parallel ranks, each of which has part of the heads."""
@@ -78,8 +78,8 @@ class ProbeSums:
             place += len(row.positions)
 
 
-def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
-    """Compare a probe's keys with the cached ones after its last pass.
+def measure_deviation(req: Any, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+    """Compare a probe's keys with the cached ones, in `chunks`, after its last pass.
 
     Cached keys are rotated to their positions in the prompt first. Where the first layer has seen the same tokens, they
     differ by rounding alone, which is no deviation.  rows: the cache's `RowCache`.
@@ -87,15 +87,15 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
     layer, window = deviating_layer(model), model.layers[min(model.kv_buffers)].window
-    keys, rope, chunks = model.kv_buffers[layer][0], model.layers[layer].rope, state.prompt.chunks
-    places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
-    offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
+    keys, rope, slices = model.kv_buffers[layer][0], model.layers[layer].rope, state.prompt.chunks
+    places = np.concatenate([chunk.positions for chunk in slices]).astype(np.int64)
+    offsets = np.repeat(model.rotations([chunk.offset for chunk in slices]), [chunk.num_kept for chunk in slices])
     fresh = keys[rows.read(req, 0, state.prompt.spans[-1].end)[to_device(places, keys.device)]]
-    cached = keys[torch.cat(rows.chunk_slots(state, req.last_node.chunks))]
+    cached = keys[torch.cat(rows.chunk_slots(state, chunks))]
     offsets = to_device(offsets, keys.device)
     expected = rotate_queries(cached.float(), offsets, rope.cos_sin_cache, is_neox=rope.is_neox)
     deviation = all_reduce((fresh.float() - expected).square().sum((1, 2)))
-    probe.add("deviation", deviation * to_device(np.concatenate([sees_others(c, window) for c in chunks]), keys.device))
+    probe.add("deviation", deviation * to_device(np.concatenate([sees_others(c, window) for c in slices]), keys.device))
 
 
 def sees_others(chunk: ChunkSlice, window: int | None) -> np.ndarray:
@@ -110,11 +110,11 @@ def sees_others(chunk: ChunkSlice, window: int | None) -> np.ndarray:
     return np.ones(chunk.num_kept, dtype=bool) if window is None else chunk.indices + num_same < window - 1
 
 
-def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
-    """Measure the size of a probe's cached keys (see `Policy.choose`) after its last pass."""
+def measure_key_size(req: Any, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+    """Measure the size of a probe's cached keys (see `Policy.choose`), in `chunks`, after its last pass."""
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
-    slots = torch.cat(rows.chunk_slots(state, req.last_node.chunks))
+    slots = torch.cat(rows.chunk_slots(state, chunks))
     # Window layers may have lost keys, unless all layers have windows.
     whole = [layer_id for layer_id, layer in model.layers.items() if layer.window is None] or model.layers
     caches = [model.kv_buffers[layer_id][0] for layer_id in whole]

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import positions_in
-from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, lazy_state
+from sglang_lazy.core.state import LinkedRequest, Probe, Undecided
 
 MIN_TABLE_WIDTH, MAX_TABLE_SIZE = 8192, 1 << 25
 """Of slots listed for SGLang's attention: the least room for each row, and the most for all, 128 MiB. Each row takes as
@@ -18,6 +18,19 @@ much as the longest: one long prompt beside a thousand short chunks would take h
 def table_width(row_lens: Iterable[int]) -> int:
     """The room for each of these rows: a power of two, since SGLang's Triton kernels are compiled for each width."""
     return max(MIN_TABLE_WIDTH, 1 << (max(row_lens) - 1).bit_length())
+
+
+class Pass(NamedTuple):
+    """The requests of a forward pass, in order.
+
+    states: what they carry, see `lazy_state`.
+    prefix_lens, extend_lens: of each row, how many tokens it has before the pass and how many the pass computes; None
+        in decode, which computes one.
+    """
+
+    states: Sequence[LinkedRequest | Undecided | Fill | None]
+    prefix_lens: Sequence[int] | None = None
+    extend_lens: Sequence[int] | None = None
 
 
 class AttentionRow(NamedTuple):
@@ -108,18 +121,18 @@ class LinkedBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls, batch: Any, separate: bool = True, max_rows: float = math.inf, windows: bool = False
+        cls, current: Pass, separate: bool = True, max_rows: float = math.inf, windows: bool = False
     ) -> "LinkedBatch | None":
-        """The description of a `ScheduleBatch` about to run, or None if SGLang's own will do.
+        """The description of a pass about to run, or None if SGLang's own will do.
 
         separate: whether SGLang's attention computes the ordinary rows of a mixed prefill batch; otherwise all rows
             take the link path.
         max_rows: the most rows that SGLang's attention can take; 0 if it cannot compute this model.
         windows: whether any layer has a window.
         """
-        states = [lazy_state(req) for req in batch.reqs]
+        states, prefix_lens, extend_lens = current
         linked = [state for state in states if isinstance(state, LinkedRequest)]
-        if batch.forward_mode.is_decode_or_idle():
+        if prefix_lens is None or extend_lens is None:
             ours = any(state.segments or windows and not state.row.in_order for state in linked)
             return cls() if ours or max_rows == 0 else None
         cut = any(isinstance(state, Fill) and not state.row.is_sequence for state in states)
@@ -127,7 +140,7 @@ class LinkedBatch(NamedTuple):
             return None
         rows = [
             row
-            for i, lens in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True))
+            for i, lens in enumerate(zip(prefix_lens, extend_lens, strict=True))
             for row in AttentionRow.of(i, states[i], *lens, windows)
         ]
         all_ordinary = all(row.ordinary for row in rows)

@@ -39,6 +39,7 @@ class SegmentTable:
         `ForwardBatch` and runs it in one call, without fields that a plugin could fill.
     probes: what the current pass measures, or None.
     last_layer: the layer whose keys end the current pass, or None if it runs the whole model.
+    loads: what loads chunks from the host, which attention waits for; None without a host tier.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SegmentTable:
         self.current: Any = None
         self.probes: ProbeSums | None = None
         self.last_layer: int | None = None
+        self.loads: Any = None
         self.linked_rows: set[int] = set()
 
     @property

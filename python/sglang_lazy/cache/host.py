@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from sglang_lazy.cache.copies import Copies
+from sglang_lazy.cache.device import Device
 from sglang_lazy.cache.eviction import EvictionHeap
-from sglang_lazy.cache.host_copy import Device, HostCopy, HostWatcher, Transfer
+from sglang_lazy.cache.host_copy import HostCopy, HostWatcher, Transfer
 from sglang_lazy.cache.host_memory import HostMemory, Piece
 from sglang_lazy.cache.node import Node, Order
 from sglang_lazy.cache.numbers import KnownSlots, joined
@@ -137,6 +138,7 @@ class HostKV(Part):
         transfer = self._begin(to_load, self._ends(to_load), ticket, loads=True)
         for node in to_load:
             node.host.transfer = transfer
+            self._watcher.loaded(node)
         return True
 
     def _only_on_host(self, nodes: Iterable[Node]) -> list[Node]:

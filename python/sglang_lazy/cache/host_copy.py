@@ -1,6 +1,4 @@
-"""The copy of a node in host memory, the transfers that make and read copies, and what the host tier works with."""
-
-from typing import Protocol
+"""The copy of a node in host memory, the transfers that make and read copies."""
 
 import torch
 
@@ -31,28 +29,6 @@ class Transfer:
         self.nodes, self.ends, self.ticket, self.loads = nodes, ends, ticket, loads
 
 
-class Device(Protocol):
-    """The device's slots, which several trees may share."""
-
-    size: int
-
-    def available_size(self) -> int:
-        """The number of free slots."""
-
-    def evictable_size(self) -> int:
-        """The number of slots that eviction can free."""
-
-    def take(self, num_tokens: int) -> torch.Tensor:
-        """Evict so many slots, or all that can be. Returns those of the tree with the host tier, as `RadixTree.take`
-        does; others are freed."""
-
-    def alloc(self, count: int) -> torch.Tensor | None:
-        """Slots, int64, of those that are free. None if these are fewer."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        """Take back slots."""
-
-
 class HostWatcher:
     """Is told what happens on the host; does nothing by itself."""
 
@@ -63,7 +39,37 @@ class HostWatcher:
         """The copy of `node` is freed next."""
 
     def copied(self, node: Node) -> None:
-        """The copy of `node` is complete."""
+        """The copy of `node`, made of what the device has, is complete."""
+
+    def loaded(self, node: Node) -> None:
+        """`node` has got slots on the device, to which its copy is being loaded."""
 
     def gave_up(self, num_tokens: int) -> None:
         """So many tokens' copies were given up while the device had them."""
+
+
+class Watchers(HostWatcher):
+    """Several that are told one after the other.  each: may be added to."""
+
+    def __init__(self, *each: HostWatcher):
+        self.each = [*each]
+
+    def stored(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.stored(node)
+
+    def removed(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.removed(node)
+
+    def copied(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.copied(node)
+
+    def loaded(self, node: Node) -> None:
+        for watcher in self.each:
+            watcher.loaded(node)
+
+    def gave_up(self, num_tokens: int) -> None:
+        for watcher in self.each:
+            watcher.gave_up(num_tokens)

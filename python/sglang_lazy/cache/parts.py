@@ -47,7 +47,7 @@ class Watcher:
     """Is told what leaves; does nothing by itself."""
 
     def evicted(self, node: Node) -> None:
-        """`node` has left the device."""
+        """`node` leaves the device next, to make room."""
 
     def gone(self, node: Node) -> None:
         """`node` has left the tree, or can be read no more."""

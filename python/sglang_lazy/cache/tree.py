@@ -4,28 +4,15 @@ It knows of no model and of no tier: beside slots on the device, nodes may hold 
 the host, each kept by a component with rules of its own.
 """
 
-import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.node import Node, Order
-from sglang_lazy.cache.parts import Part, Watcher
-
-
-class Allocator(Protocol):
-    """The device's slots, as SGLang's allocators hand them out."""
-
-    size: int
-    device: torch.device
-
-    def available_size(self) -> int: ...
-
-    def free(self, slots: torch.Tensor) -> None: ...
+from sglang_lazy.cache.parts import Watcher
+from sglang_lazy.cache.structure import Allocator, Structure
 
 
 class Added(NamedTuple):
@@ -40,16 +27,13 @@ class Added(NamedTuple):
     lent: torch.Tensor
 
 
-class RadixTree:
+class RadixTree(Structure):
     """A radix tree over token ids, with namespaces.
 
     When a node is split it keeps its end: the new node is its parent. The ancestors of a node with slots have slots.
-    Recency is a tick of a counter, and ties are broken by node id, so all tensor-parallel ranks evict alike.
 
-    order: of eviction, one of `ORDERS`.
-    clock: yields growing numbers; trees whose ages are compared share one.
+    order, clock: see `Structure`.
     release_lock: has a waiting request give up its locks when nothing is evictable; returns False if none holds any.
-    parts: the components, set once at start.
     num_evictable, num_locked: tokens on the device.  num_locks: locks held, counted where they were taken.
     """
 
@@ -61,24 +45,20 @@ class RadixTree:
         watcher: Watcher | None = None,
         release_lock: Callable[[], bool] = lambda: False,
     ):
-        self.allocator, self.watcher, self.release_lock = allocator, watcher or Watcher(), release_lock
-        self.parts: tuple[Part, ...] = ()
-        self._order, self._clock = order, clock or itertools.count(1)
-        self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)
-        self.reset()
+        super().__init__(allocator, order, clock, watcher)
+        self.release_lock = release_lock
+        self.num_locked = self.num_locks = 0
 
     def reset(self) -> None:
         """Forget all nodes, whose slots the caller frees. Holders of nodes find them without slots and copies."""
-        left: list[Node] = [self.root] if hasattr(self, "root") else []
+        left: list[Node] = [self.root]
         while left:
             node = left.pop()
             left += node.children.values()
             node.children.clear()  # cyclic references would leave the nodes to the garbage collector
             node.slots = node.host = node.window = None
-        self.root: Node = Node(None, array("q"), None, self._no_slots)
-        self.num_evictable = self.num_locked = self.num_locks = 0
-        self._leaves: set[Node] = set()  # on the device, and evictable
-        self._heap = EvictionHeap(self._order)
+        self._start_anew()
+        self.num_locked = self.num_locks = 0
         for part in self.parts:
             part.reset()
 
@@ -159,53 +139,6 @@ class RadixTree:
         lent = [part.added(node, slots, num_present, computed_start) for part in self.parts]
         return Added(num_present, node, torch.cat(lent) if lent else slots[:0])
 
-    def grow(self, tokens: array, namespace: Any) -> tuple[Node, int, Node | None]:
-        """The node where what is cached of `tokens` ends, split off if need be; for how many tokens; and a new leaf
-        below it with the others, in no tier yet, None if there are no others."""
-        node, count = self._descend(tokens, namespace)
-        return node, count, self._new_leaf(node, tokens[count:], namespace) if count < len(tokens) else None
-
-    def came(self, nodes: Iterable[Node]) -> None:
-        """Nodes have got slots on the device, parents first."""
-        for node in nodes:
-            self.num_evictable += len(node)
-            node.parent.num_below += 1
-            self._leaves.discard(node.parent)
-            self._offer(node)
-
-    def _new_leaf(self, parent: Node, tokens: array, namespace: Any) -> Node:
-        leaf = Node(parent, tokens, namespace, None)
-        leaf.last_use = next(self._clock)
-        parent.children[parent.key_of(namespace, tokens[0])] = leaf
-        return leaf
-
-    def _descend(self, tokens: array, namespace: Any) -> tuple[Node, int]:
-        """The node where what is cached of `tokens` ends, in any tier, and for how many tokens; splits a node there."""
-        node, start = self.root, 0
-        while start < len(tokens):
-            child = node.children.get(node.key_of(namespace, tokens[start]))
-            if child is None:
-                break
-            count = _num_equal(child.tokens, tokens[start : start + len(child)])
-            node = child if count == len(child) else self.split(child, count)
-            start += count
-        return node, start
-
-    def split(self, node: Node, count: int) -> Node:
-        """Split off the first `count` tokens of `node`, fewer than it has; returns the node that has them."""
-        above = Node(node.parent, node.tokens[:count], node.namespace, None)
-        key = node.parent.key_of(node.namespace, node.tokens[0])
-        above.locks, above.last_use, above.hits, above.priority = node.locks, node.last_use, node.hits, node.priority
-        node.parent.children[key] = above
-        above.children[node.tokens[count]] = node
-        if node.slots is not None:
-            above.slots, node.slots = node.slots[:count].clone(), node.slots[count:].clone()
-            above.num_below = 1
-        node.parent, node.tokens = above, node.tokens[count:]
-        for part in self.parts:
-            part.split(above, node)
-        return above
-
     # Use
 
     def use(self, node: Node, priority: int | None = None, spread: int = 0) -> None:
@@ -263,12 +196,6 @@ class RadixTree:
 
     # Leaving
 
-    def _offer(self, node: Node) -> None:
-        """Make a node evictable if nothing holds it and nothing on the device follows it."""
-        if node.slots is not None and not (node.locks or node.num_below or node.is_root):
-            self._leaves.add(node)
-            self._heap.push(node, self._leaves)
-
     def evict(self, num_tokens: int) -> int:
         """Evict leaves from the device and free their slots, until they held `num_tokens` or none is left; returns how
         many they held."""
@@ -282,71 +209,28 @@ class RadixTree:
         num_evicted = 0
         while num_evicted < num_tokens:
             if (leaf := self._heap.pop(self._leaves)) is not None:
+                self.watcher.evicted(leaf)
                 pieces.append(self._leave(leaf))
                 num_evicted += len(pieces[-1])
             elif not self.release_lock():
                 break
         return torch.cat(pieces[1:] or pieces)
 
-    def evict_leaf(self, leaf: Node) -> None:
-        """Evict one evictable leaf from the device and free its slots."""
-        self.allocator.free(self._leave(leaf))
-
-    def is_evictable(self, node: Node) -> bool:
-        """Whether `node` could be evicted next."""
-        return node in self._leaves
-
-    def next_leaves(self, num_tokens: int) -> list[Node]:
-        """The evictable leaves with the next `num_tokens` to leave the device, in that order."""
-        leaves: list[Node] = []
-        while num_tokens > 0 and (leaf := self._heap.pop(self._leaves)) is not None:
-            leaves.append(leaf)
-            num_tokens -= len(leaf)
-        for leaf in leaves:
-            self._heap.push(leaf, self._leaves)
-        return leaves
-
     def oldest(self) -> int | None:
         """When the leaf that would be evicted next was last used; None if there is none."""
         leaves = self.next_leaves(1)
         return leaves[0].last_use if leaves else None
 
-    def _leave(self, leaf: Node) -> torch.Tensor:
-        """Take a leaf off the device; returns its slots."""
-        self._leaves.discard(leaf)
-        stays = [part.left_device(leaf) for part in self.parts]  # all of them are told
-        slots, leaf.slots = leaf.slots, None
-        assert slots is not None
-        self.num_evictable -= len(leaf)
-        leaf.parent.num_below -= 1
-        self._offer(leaf.parent)
-        self.watcher.evicted(leaf)
-        if not any(stays):
-            self.drop(leaf)
-        return slots
+    def is_held(self, node: Node) -> bool:
+        """Whether anybody holds `node`, on the device or elsewhere."""
+        return node.locks > 0 or any(part.holds(node) for part in self.parts)
 
     def discard(self, node: Node) -> bool:
         """Remove a node from all tiers if nobody holds it and nothing follows it; returns whether that was so."""
-        if node.is_root or node.locks or node.children or any(part.holds(node) for part in self.parts):
+        if node.is_root or node.children or self.is_held(node):
             return False
         if node.slots is not None:
-            self.evict_leaf(node)
+            self.allocator.free(self._leave(node))
         if node.parent.children.get(node.parent.key_of(node.namespace, node.tokens[0])) is node:
             self.drop(node)
         return True
-
-    def drop(self, leaf: Node) -> None:
-        """Take a leaf that has no slots out of the tree."""
-        for part in self.parts:
-            part.left_tree(leaf)
-        del leaf.parent.children[leaf.parent.key_of(leaf.namespace, leaf.tokens[0])]
-        self.watcher.gone(leaf)
-
-
-def _num_equal(known: array, tokens: array) -> int:
-    """How many first tokens two arrays share."""
-    count = min(len(known), len(tokens))
-    known, tokens = known[:count], tokens[:count]
-    if known == tokens:
-        return count
-    return int(np.argmax(np.frombuffer(known, dtype=known.typecode) != np.frombuffer(tokens, dtype=tokens.typecode)))

@@ -30,6 +30,9 @@ class WindowPool(Protocol):
     def share(self, slots: torch.Tensor, lenders: torch.Tensor) -> None:
         """Give `slots` the window slots of `lenders`, which keep them as well."""
 
+    def take_back(self, lenders: torch.Tensor) -> None:
+        """`lenders` have no window slots from now on, which others share with them."""
+
     def free(self, slots: torch.Tensor) -> None:
         """Free the window slots of `slots`."""
 
@@ -156,6 +159,10 @@ class Windows(Part):
             count -= len(node)
             node = node.parent
         return torch.cat(lent)
+
+    def take(self, lent: torch.Tensor) -> None:
+        """The tree alone has the window KV of slots lent to it, see `RadixTree.add`, from now on."""
+        self._pool.take_back(lent)
 
     # Leaving
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_lazy.chunks.tree import Node
+from sglang_lazy.cache.node import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace, chunk_id
 
 SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "created": None}

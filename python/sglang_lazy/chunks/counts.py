@@ -5,8 +5,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.catalog import CachedChunk
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.refusal import REASONS
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -82,14 +82,14 @@ class Occupancy(NamedTuple):
         counts, tokens = [0] * len(_STATES), [0] * len(_STATES)
         for chunk in chunks:
             node: Node = chunk.node
-            if node.evicted:
+            if node.slots is None:
                 state = _HOST
-            elif not node.lock_ref:
+            elif not node.locks:
                 state = _EVICTABLE
             elif chunk.pin is None:
                 state = _LOCKED
             else:
-                state = _PINNED if node.lock_ref == 1 else _LOCKED_AND_PINNED
+                state = _PINNED if node.locks == 1 else _LOCKED_AND_PINNED
             counts[state] += 1
             tokens[state] += chunk.num_tokens
         locked, pinned, both, evictable, host = map(Share, counts, tokens)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 
@@ -19,22 +17,16 @@ class Deletions:
         """Have a chunk removed by the first sweep that finds nobody holding it."""
         self.waiting[chunk.key] = chunk
 
-    def sweep(self) -> list[torch.Tensor]:
-        """Remove the chunks that nobody holds from device and host; returns their slots for the caller to free.
-
-        A beginning shared with other chunks stays.
-        """
-        tree, slots = self.store.tree, []
+    def sweep(self) -> None:
+        """Remove the chunks that nobody holds from device and host. A beginning shared with other chunks stays."""
+        tree = self.store.tree
         for key, chunk in list(self.waiting.items()):
             node = chunk.node
-            if node is not None and (node.lock_ref or node.host_ref_counter):
+            if node is not None and tree.is_held(node):
                 continue
             del self.waiting[key]
             if node is None:
                 continue
             self.store.forget(node)
-            while tree.discardable(node) and self.store.chunk_at(node) is None:
-                parent = node.parent
-                slots += tree.discard(node)
-                node = parent
-        return slots
+            while self.store.chunk_at(node) is None and tree.discard(node):
+                node = node.parent

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.rows import FillRow
@@ -47,14 +47,14 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
     nodes_by_key, duplicates, lent, ends = {}, [rows.no_slots], [], []
     priority = req.priority or 0
     for part, part_slots, cached in zip(fill.parts, fill.row.split(slots), fill.row.cached, strict=True):
-        inserted = rows.tree.add(part.tokens, part.namespace, part_slots, priority, cached, chunked=True)
+        num_present, node, shared = rows.tree.add(part.tokens, part.namespace, part_slots, priority, cached)
         if part.chunk is not None:
-            rows.store.adopt(part.chunk, inserted.node)
-            nodes_by_key[part.chunk.key] = inserted.node
-        if inserted.num_present > cached:
-            duplicates.append(part_slots[cached : inserted.num_present])
-        lent.append(inserted.lent)
-        ends.append(inserted.node)
+            rows.store.adopt(part.chunk, node)
+            nodes_by_key[part.chunk.key] = node
+        if num_present > cached:
+            duplicates.append(part_slots[cached:num_present])
+        lent.append(shared)
+        ends.append(node)
     nodes = RowNodes(ChunkNodes([], []), ends, fill.row.num_computed)
     rows.move_lock(req, nodes)
     req.kv.cache_protected_len = len(req.origin_input_ids)
@@ -66,7 +66,7 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
 def end(rows: RowCache, req: Any, fill: Fill) -> None:
     """Free the duplicate slots of a fill that ends or is retracted; SGLang releases its row."""
     if fill.published:
-        rows.tree.take_lent(fill.lent)
-        rows.free(fill.duplicates)
-        rows.tree.back_up(req.last_node.spans)
+        rows.take_lent(fill.lent)
+        rows.device.free(fill.duplicates)
+        rows.store.back_up(req.last_node.spans)
         rows.store.counts.fill_seconds.observe(time.perf_counter() - fill.began)

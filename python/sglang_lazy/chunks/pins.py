@@ -7,8 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.catalog import CachedChunk
-from sglang_lazy.chunks.tree import Node, Tree
+from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey, chunk_id
 from sglang_lazy.core.refusal import Refusal
 
@@ -42,8 +43,8 @@ class Pins:
     num_tokens: how many tokens each tenant has pinned; a beginning that several chunks share counts for each.
     """
 
-    def __init__(self, tree: Tree, budget: int):
-        self.tree, self.budget = tree, budget
+    def __init__(self, store: ChunkStore, budget: int):
+        self.store, self.tree, self.budget = store, store.tree, budget
         self._numbers = itertools.count()  # of pins that end at the same time
         self.reset()
 
@@ -63,12 +64,13 @@ class Pins:
         yielding = self._yielding_to(new)
         locked: list[Node] = []
         nodes: list[Node] = [chunk.node for chunk in new]
-        for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so lock the resident ones first
-            if node.evicted and not self.tree.load([node]):
+        # Loading evicts, so lock the resident ones first.
+        for node in sorted(nodes, key=lambda node: node.slots is None):
+            if node.slots is None and not self.store.load([node]):
                 for other in locked:
-                    self.tree.let_go(other)
+                    self.tree.unlock(other)
                 raise Refusal("pin_room", "the device has no room for it now")
-            self.tree.hold(node)
+            self.tree.lock(node)
             locked.append(node)
         for chunk in chunks:
             if chunk.pin is None:
@@ -107,7 +109,7 @@ class Pins:
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
             self.num_tokens -= Counter({chunk.tenant: chunk.num_tokens})  # drops tenants without pins
-            self.tree.let_go(chunk.node)
+            self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:
         """End the pins that have expired; returns in how many seconds the next one may expire, None if none will.

@@ -40,13 +40,13 @@ def describe_chunk(store: Any, chunk: CachedChunk) -> dict[str, Any]:
         "tiers": [
             tier
             for tier, held in (
-                ("device", node is not None and not node.evicted),
-                ("host", node is not None and node.backuped),
+                ("device", node is not None and node.slots is not None),
+                ("host", node is not None and node.host is not None),
             )
             if held
         ],
         "hits": chunk.hits,
-        "users": 0 if node is None else node.lock_ref - (chunk.pin is not None),
+        "users": 0 if node is None else node.locks - (chunk.pin is not None),
         "last_use": chunk.last_use or None,
         "pinned": chunk.pin is not None,
         "pinned_until": None if chunk.pin is None else chunk.pin.until,

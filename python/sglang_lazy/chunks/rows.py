@@ -4,16 +4,18 @@ import dataclasses
 import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_lazy.cache.device import Device
+from sglang_lazy.cache.node import Node
+from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.chunks.tree import Node, Tree
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.prompt import ChunkSlice, tokens_at
+from sglang_lazy.core.prompt import tokens_at
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked, unused_hits
 
@@ -21,10 +23,8 @@ from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linke
 class RowCache:
     """Maps rows of `req_to_token` to the tree. Rows alias slots of tree nodes, which only the tree frees.
 
-    pool: SGLang's `ReqToTokenPool`.  allocator: SGLang's allocator of KV slots.
-    allocate: returns the requested number of slots, int64, evicting as needed; raises RuntimeError if memory runs out.
-    tree, chunk_allocator: the tree of text and the allocator of chunks, if text and chunks have trees and pools of
-        their own.
+    pool: SGLang's `ReqToTokenPool`.
+    tree, device, windows: of text: those of `store`, unless chunks have a pool of their own.
     no_slots: an empty tensor of slots, int64.
     """
 
@@ -32,15 +32,13 @@ class RowCache:
         self,
         store: ChunkStore,
         pool: Any,
-        allocator: Any,
-        allocate: Callable[[int], torch.Tensor],
-        tree: Tree | None = None,
-        chunk_allocator: Any = None,
+        tree: RadixTree | None = None,
+        device: Device | None = None,
     ):
-        self.store, self.tree = store, tree or store.tree
-        self.pool, self.allocator, self.chunk_allocator = pool, allocator, chunk_allocator or allocator
-        self.allocate = allocate
-        self.no_slots = self._placeholders = torch.empty(0, dtype=torch.int64, device=allocator.device)
+        self.store, self.pool = store, pool
+        self.tree, self.device = tree or store.tree, device or store.device
+        self.windows = store.windows if tree is None else None
+        self.no_slots = self._placeholders = torch.empty(0, dtype=torch.int64, device=self.device.device)
 
     # Rows
 
@@ -52,15 +50,6 @@ class RowCache:
         """Write `slots` into a request's row from `start` on."""
         self.pool.write((req.kv.req_pool_idx, slice(start, start + len(slots))), slots)
 
-    def free(self, slots: torch.Tensor) -> None:
-        """Return slots that no node owns to the pool."""
-        self.allocator.free(slots)
-
-    def sweep(self) -> None:
-        """Free deleted chunks that nobody holds any more."""
-        if slots := self.store.deletions.sweep():
-            self.chunk_allocator.free(torch.cat(slots))
-
     @property
     def shares_pool(self) -> bool:
         """Whether chunks and text are in the same pool."""
@@ -69,19 +58,23 @@ class RowCache:
     def lock(self, row: RowNodes) -> int:
         """Lock all that a row depends on; returns the change in evictable tokens of the pool that text is in."""
         row.num_locks += 1
-        return 0 if row.num_locks > 1 else self._text_change(self.store.lock_chunks, self.tree.hold, row)
+        if row.num_locks > 1:
+            return 0
+        of_chunks = self.store.lock_chunks(row.chunks)
+        return sum(map(self.tree.lock, row.spans, _spreads(row)), of_chunks if self.shares_pool else 0)
 
     def unlock(self, row: RowNodes) -> int:
         """Release one lock on a row; returns the same."""
         row.num_locks -= 1
-        return 0 if row.num_locks > 0 else self._text_change(self.store.unlock_chunks, self.tree.let_go, row)
+        if row.num_locks > 0:
+            return 0
+        of_chunks = self.store.unlock_chunks(row.chunks)
+        return sum(map(self.tree.unlock, row.spans, _spreads(row)), of_chunks if self.shares_pool else 0)
 
-    def _text_change(
-        self, of_chunks: Callable[[ChunkNodes], int], of_span: Callable[[Node, int], int], row: RowNodes
-    ) -> int:
-        change = of_chunks(row.chunks)
-        spreads = row.spreads or itertools.repeat(0)
-        return sum(map(of_span, row.spans, spreads), change if self.shares_pool else 0)
+    def take_lent(self, slots: torch.Tensor) -> None:
+        """The tree has taken the window KV of these slots, and no pass launched from now on uses them."""
+        if self.windows is not None and len(slots):
+            self.windows.take(slots)
 
     # Linked requests
 
@@ -124,22 +117,16 @@ class RowCache:
             slots, node = self.tree.find(tokens, span.namespace)
             yield slots if len(slots) >= span.image_len else slots[:0], node
 
-    def rank(
-        self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]
-    ) -> tuple[torch.Tensor, int, Node | None]:
-        """What a waiting request would find cached, for ordering the queue by matched prefix: placeholders for its
-        slots, how many more tokens are on the host, and the node of its largest cached chunk, None if it has none.
+    def rank(self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]) -> tuple[int, int]:
+        """How many tokens a waiting request would find cached on the device, and on the host, for ordering the queue.
 
         nodes: per slice, the node where it is cached, or None.
         """
-        found: list[tuple[ChunkSlice, Any]] = [
-            (chunk, node) for chunk, node in zip(state.prompt.chunks, nodes, strict=True) if node is not None
-        ]
-        on_host = sum(chunk.num_kept for chunk, node in found if node.evicted)
-        num_tokens = sum(chunk.num_kept for chunk, _ in found) - on_host
-        num_tokens += sum(len(slots) for slots, _ in self._cached_text(req, state, len(req.origin_input_ids)))
-        _, longest = max(found, key=lambda pair: pair[0].num_kept, default=(None, None))
-        return self._placeholder_slots(num_tokens), on_host, longest
+        found = [(chunk, node) for chunk, node in zip(state.prompt.chunks, nodes, strict=True) if node is not None]
+        on_host = sum(chunk.num_kept for chunk, node in found if node.slots is None)
+        of_chunks = sum(chunk.num_kept for chunk, _ in found)
+        of_text = sum(len(slots) for slots, _ in self._cached_text(req, state, len(req.origin_input_ids)))
+        return of_chunks - on_host + of_text, on_host
 
     def chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
         """The slots of all chunk tokens that a linked request keeps, int64, in pieces."""
@@ -183,7 +170,7 @@ class RowCache:
             if state.probe is None:
                 self.store.count_use(state.prompt, state.reused, unused_hits(req))
 
-    def publish(self, req: Any, row_len: int, chunked: bool) -> None:
+    def publish(self, req: Any, row_len: int, chunked: bool, num_lost: int) -> None:
         """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.
 
         Text that the tree has got from another request in the meantime is freed, and the row takes the tree's slots
@@ -191,13 +178,13 @@ class RowCache:
 
         chunked: whether the request is between two pieces of its prompt, the last of which may still be running.
             Otherwise the passes that computed its chunks and its text have ended.
+        num_lost: how many of the row's first tokens, of those that no node owns, have lost their window KV.
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
         counts = [row.available(i, row_len) for i in range(len(row.published))]
         text_start = row.prompt.num_chunk_tokens
         text_slots = self.read(req, text_start, row_len) if counts != row.published else self.no_slots
-        num_lost = self.tree.num_lost(req)
         for i, (span, count) in enumerate(zip(row.prompt.spans, counts, strict=True)):
             published = row.published[i]
             if count == published:
@@ -209,18 +196,24 @@ class RowCache:
                 slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
             tokens, namespace = _tokens(req, span.first(count)), span.namespace
             windows_start = max(published, cached + num_lost - computed_start)
-            num_present, node, lent = self.tree.add(tokens, namespace, slots, req.priority or 0, windows_start, chunked)
-            self.tree.take_lent(lent)
+            num_present, node, lent = self.tree.add(tokens, namespace, slots, req.priority or 0, windows_start)
+            self.take_lent(lent)
             if num_present > published:
-                self.free(slots[published:num_present])
-                kept = self.tree.find(tokens, namespace)[0][published:num_present]
+                self.device.free(slots[published:num_present])
+                kept = torch.cat(self.tree.slots_to(node))[published:num_present]
                 self.write(req, computed_start + published - cached, kept)
             row.published[i] = count
-            self.tree.hold(node)
-            self.tree.let_go(nodes.spans[i])
+            self.tree.lock(node)
+            self.tree.unlock(nodes.spans[i])
             nodes.spans[i] = node
         if not chunked:
-            self.store.tree.back_up(nodes.chunks.nodes)
+            self.store.back_up(nodes.chunks.nodes)
+
+    def let_go_of_chunks(self, req: Any) -> None:
+        """Unlock the chunks of a row that does not depend on them any more."""
+        row: RowNodes = req.last_node
+        self.store.unlock_chunks(row.chunks)
+        row.chunks = ChunkNodes([], [], num_locks=1)
 
     def move_lock(self, req: Any, nodes: RowNodes) -> None:
         """Replace the nodes that SGLang has locked for a request."""
@@ -228,6 +221,10 @@ class RowCache:
         self.unlock(req.lock.node)
         req.lock = dataclasses.replace(req.lock, node=nodes)
         req.last_node = nodes
+
+
+def _spreads(row: RowNodes) -> Iterable[int]:
+    return row.spreads or itertools.repeat(0)
 
 
 def _tokens(req: Any, positions: np.ndarray) -> array:

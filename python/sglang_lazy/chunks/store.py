@@ -1,19 +1,24 @@
-"""The chunk store: states, locks and eviction of chunks."""
+"""The chunk store: states, locks and tiers of chunks."""
 
+import enum
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.device import Device
+from sglang_lazy.cache.host import HostKV
+from sglang_lazy.cache.node import Node
+from sglang_lazy.cache.parts import Watcher
+from sglang_lazy.cache.tree import Added, RadixTree
+from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks.catalog import CachedChunk, Catalog
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.chunks.deletions import Deletions
 from sglang_lazy.chunks.reports import state_of
-from sglang_lazy.chunks.tree import ChunkState, Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey, of_chunks
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
@@ -26,23 +31,52 @@ SEGMENT_IDS = 1 << 24
 """The bytes that segment ids may take: with policies that choose tokens for each prompt, they would grow for ever."""
 
 
-class ChunkStore:
-    """Chunks by key, over a tree that owns their KV.
+class ChunkState(enum.Enum):
+    """Where the KV of a chunk is.
 
-    pending: what computes each pending chunk, by key; maintained by the producer.
-    fetching: the chunks being fetched from storage, by key; maintained by the tree.
-    release_waiting_lock: unlocks KV that a waiting request holds; returns False if none holds any.
+    MISSING: nowhere. PENDING: a producer will compute it. FETCHING: being read from storage. HOST: in host memory.
+    LOADING: being copied from there to the device. RESIDENT: on the device.
+
+    Any pass launched from now on can attend to a chunk that is LOADING or RESIDENT.
     """
 
-    def __init__(self, tree: Tree, eviction_priority: Callable[[Node], Any]):
-        self.tree = tree
+    MISSING = enum.auto()
+    PENDING = enum.auto()
+    FETCHING = enum.auto()
+    HOST = enum.auto()
+    LOADING = enum.auto()
+    RESIDENT = enum.auto()
+
+
+class Storage(Protocol):
+    """The tier below the host."""
+
+    def fetch(self, chunk: ChunkSlice) -> bool:
+        """Start fetching a chunk that is not cached; returns whether it is on its way to the host."""
+
+    def back_up(self, nodes: Iterable[Node]) -> None:
+        """Store the chunks at `nodes` that the host has and storage does not."""
+
+
+class ChunkStore(Watcher):
+    """Chunks by key, over a tree that owns their KV.
+
+    device: the pool of the tree.  windows: the part of the tree that holds window KV; None if all layers share a pool.
+    host: the tree's host tier.  storage: the tier below; only with `host`.
+    pending: what computes each pending chunk, by key; maintained by the producer.
+    fetching: the chunks being fetched from storage, by key; maintained by `storage`.
+    """
+
+    def __init__(self, tree: RadixTree, device: Device, windows: Windows | None = None):
+        self.tree, self.device, self.windows = tree, device, windows
+        self.host: HostKV | None = None
+        self.storage: Storage | None = None
         self.pending: dict[ChunkKey, Any] = {}
         self.fetching: dict[ChunkKey, Any] = {}
-        self.release_waiting_lock: Callable[[], bool] = lambda: False
         self.counts = Counts()
         self._cached: dict[ChunkKey, CachedChunk] = {}
-        self._eviction_priority = eviction_priority
         self._odd_ids = itertools.count(1, 2)
+        tree.watcher = self
         self.reset()
 
     def reset(self) -> None:
@@ -50,7 +84,6 @@ class ChunkStore:
         for chunk in self._cached.values():
             chunk.node = None
             self.counts.hits_per_chunk.observe(chunk.hits)
-        self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
         self._by_node: dict[int, CachedChunk] = {}
         # By a chunk's serial number and the ranges kept of it, if these are not its beginning.
@@ -71,9 +104,10 @@ class ChunkStore:
 
     def state_at(self, node: Node) -> ChunkState:
         """The state of the KV up to `node`."""
-        if node.evicted:
+        if node.slots is None:
             return ChunkState.HOST
-        return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
+        loading = self.host is not None and self.host.loading(node)
+        return ChunkState.LOADING if loading else ChunkState.RESIDENT
 
     def find(self, chunk: ChunkSlice) -> Node | None:
         """The node where the needed part of `chunk` ends, None if it is not cached.
@@ -95,16 +129,16 @@ class ChunkStore:
 
     def is_at(self, chunk: ChunkSlice, node: Node) -> bool:
         """Whether the needed part of `chunk` is still cached at `node`, where it was found."""
-        return (not node.evicted or node.backuped) and self.tree.reads(node, chunk.spread)
+        return (node.slots is not None or node.host is not None) and self.tree.reads(node, chunk.spread)
 
-    def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Inserted:
+    def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Added:
         """Make all of `chunk`, whose KV is about to be computed, resident in `slots` (int64 [num_tokens]).
 
         Tokens that the tree has already keep the tree's slots.
         """
-        inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, 0, chunked=True)
-        self.adopt(chunk, inserted.node)
-        return inserted
+        added = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, 0)
+        self.adopt(chunk, added.node)
+        return added
 
     def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
         """Register a chunk that is in the tree and ends at `node`."""
@@ -193,20 +227,20 @@ class ChunkStore:
         chunks.num_locks += 1
         if chunks.num_locks > 1:
             return 0
-        return sum(self.tree.hold(*found) for found in chunks.found)
+        return sum(self.tree.lock(*found) for found in chunks.found)
 
     def unlock_chunks(self, chunks: ChunkNodes) -> int:
         """Release one holder's lock; returns the same."""
         chunks.num_locks -= 1
         if chunks.num_locks > 0:
             return 0
-        return sum(self.tree.let_go(*found) for found in chunks.found)
+        return sum(self.tree.unlock(*found) for found in chunks.found)
 
     def enter(self, chunks: ChunkNodes, i: int, node: Node) -> None:
         """Set the node of slice `i`, which was missing, and lock it for whoever holds the others."""
         chunks.nodes[i] = node
         if chunks.num_locks:
-            self.tree.hold(node, chunks.spreads[i])
+            self.tree.lock(node, chunks.spreads[i])
 
     def enter_cached(self, chunks: ChunkNodes, nodes: Sequence[Node | None]) -> list[int]:
         """Enter the missing slices that are cached; returns the indices of those that are loaded from the host.
@@ -216,14 +250,14 @@ class ChunkStore:
         nodes: per slice, the node where it is cached, or None.
         """
         new = [(i, node) for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None]
-        on_host = [(i, node) for i, node in new if node.evicted]
+        on_host = [(i, node) for i, node in new if node.slots is None]
         for i, node in new:
-            if not node.evicted:
+            if node.slots is not None:
                 self.enter(chunks, i, node)
         if on_host:  # last, since loading evicts
-            self.tree.load([node for _, node in on_host])
+            self.load([node for _, node in on_host])
         for i, node in on_host:
-            if not node.evicted or self.tree.load([node]):  # if not all fit, as many as do
+            if node.slots is not None or self.load([node]):  # if not all fit, as many as do
                 self.enter(chunks, i, node)
         return [i for i, _ in on_host if chunks.nodes[i] is not None]
 
@@ -239,53 +273,39 @@ class ChunkStore:
         """How many free or evictable tokens it would take to lock `nodes` and load those on the host."""
         counted = set()
         for node in nodes:
-            while node.lock_ref == 0 and node not in counted:  # a locked node's ancestors are locked
+            while not (node.locks or node.is_root) and node not in counted:  # a locked node's ancestors are locked
                 counted.add(node)
                 node = node.parent
-        return sum(len(node.key) for node in counted)
+        return sum(map(len, counted))
 
-    # Eviction
+    # Tiers
 
-    def offer(self, leaf: Node) -> None:
-        """Add a leaf that has become evictable to the eviction order."""
-        self._heap.push(leaf, self.tree.evictable_leaves)
+    def load(self, nodes: Iterable[Node]) -> bool:
+        """Load nodes that are only on the host, as `HostKV.load` does."""
+        return self.host is not None and self.host.load(nodes)
 
-    def evict(self, num_tokens: int) -> list[torch.Tensor]:
-        """Evict leaves from the device until they hold `num_tokens` or none is left; the caller frees the slots.
+    def fetch(self, chunk: ChunkSlice) -> bool:
+        """Start fetching a chunk that is not cached from storage; returns whether it is on its way to the host."""
+        return self.storage is not None and self.storage.fetch(chunk)
 
-        When no leaf is evictable, waiting requests lose their locks, newest first.
-        """
-        slots: list[torch.Tensor] = []
-        num_evicted = 0
-        while num_evicted < num_tokens:
-            leaf = self._heap.pop(self.tree.evictable_leaves)
-            if leaf is None:
-                if self.release_waiting_lock():
-                    continue
-                break
-            slots.append(self.evict_leaf(leaf))
-            num_evicted += slots[-1].numel()
-        return slots
+    def back_up(self, nodes: Iterable[Node]) -> None:
+        """Copy to the tiers below what their write policies want of `nodes`, whose KV has been launched."""
+        if self.host is None:
+            return
+        nodes = list(nodes)
+        self.host.back_up(nodes)
+        if self.storage is not None:
+            self.storage.back_up(nodes)
 
-    def evict_leaf(self, leaf: Node) -> torch.Tensor:
-        """Evict a leaf from the device; the caller frees the returned slots."""
-        slots = self.tree.remove(leaf)
-        if of_chunks(leaf.key.extra_key):
-            self.counts.num_evicted_chunks += leaf.id in self._by_node
-            self.counts.num_evicted_tokens += slots.numel()
-        if not leaf.backuped:
-            self.forget(leaf)
-        return slots
+    # What the tree tells
 
-    def next_leaves(self, num_tokens: int) -> list[Node]:
-        """The leaves that would be evicted next, in that order, until they hold `num_tokens`."""
-        leaves: list[Node] = []
-        while num_tokens > 0 and (leaf := self._heap.pop(self.tree.evictable_leaves)) is not None:
-            leaves.append(leaf)
-            num_tokens -= len(leaf.key)
-        for leaf in leaves:
-            self._heap.push(leaf, self.tree.evictable_leaves)
-        return leaves
+    def evicted(self, node: Node) -> None:
+        if of_chunks(node.namespace):
+            self.counts.num_evicted_chunks += node.id in self._by_node
+            self.counts.num_evicted_tokens += len(node)
+
+    def gone(self, node: Node) -> None:
+        self.forget(node)
 
     def forget(self, node: Node) -> None:
         """Forget the chunk that ends at `node`, if any: the node has left the tree or the chunk is deleted."""

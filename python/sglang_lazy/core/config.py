@@ -57,6 +57,7 @@ class LazyConfig:
     chunk_roles: comma-separated roles; the whole text of messages with these roles is a chunk.
     max_pinned: share of the KV pool that pinned chunks may take, 0 to 1.
     chunk_pool: share of the KV memory for chunks if the model reads them by cross-attention, between 0 and 1.
+    host_share: share of the host tier for chunks, above 0 and at most 1; prompts without chunks have the rest.
     storage_writers: threads that write chunks to storage.
     shadow_rate: fraction of greedy answers with chunks that shadow mode repeats with full attention, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
@@ -72,6 +73,7 @@ class LazyConfig:
     chunk_roles: str = ""
     max_pinned: float = 0.25
     chunk_pool: float = 0.5
+    host_share: float = 0.8
     storage_writers: int = 1
     shadow_rate: float = 0.0
     shadow_min_agreement: float = 0.0
@@ -126,6 +128,8 @@ def _check(name: str, value: Any) -> None:
         raise BadSetting(name, f"must be at least 1 and at most {MAX_WRITERS}, got {value}")
     if name == "chunk_pool" and not 0 < value < 1:
         raise BadSetting(name, f"must be above 0 and below 1, got {value}")
+    if name == "host_share" and not 0 < value <= 1:
+        raise BadSetting(name, f"must be above 0 and at most 1, got {value}")
     if name in ("max_pinned", "shadow_rate", "shadow_min_agreement") and not 0 <= value <= 1:
         raise BadSetting(name, f"must be between 0 and 1, got {value}")
     if kind is str:
@@ -231,6 +235,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="Share of the KV memory, also of --max-total-tokens, for chunks of a model that reads them by "
         "cross-attention (Comb). Per token, a chunk takes memory only in the cross layers.",
+    )
+    group.add_argument(
+        "--lazy-host-share",
+        type=_parsed("host_share"),
+        default=LazyConfig.host_share,
+        metavar="SHARE",
+        help="Share of the host memory of --hicache-size or --hicache-ratio for chunks; prompts without chunks have "
+        "the rest, in SGLang's own host tier.",
     )
     group.add_argument(
         "--lazy-storage-writers",

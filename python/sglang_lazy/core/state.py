@@ -56,6 +56,7 @@ class RowNodes:
     spreads: per span, as in `Tree.lock`: a fill's pass has yet to read what the fill has published. None for all 0.
     num_locks: SGLang's locks. The nodes are locked once while there are any.
     used: whether the use of these nodes has been counted.
+    slots: int64, of the row's cached part, until SGLang has written the row.
     """
 
     chunks: ChunkNodes
@@ -63,6 +64,7 @@ class RowNodes:
     spreads: list[int] | None = None
     num_locks: int = 0
     used: bool = False
+    slots: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,6 +9,7 @@ from sglang.srt.plugins import load_plugins
 from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.port import plugin
+from sglang_lazy.port.serving import selftest
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
 from sglang_lazy.serving.requests import chunk_limit, refuse_without_segments, to_generate_args
@@ -38,6 +39,7 @@ class Engine(ChunkMethods, engine.Engine):
             raise ValueError("an engine tokenizes in this process: tokenizer_worker_num must be 1")
         check_start(config, server_args)
         super().__init__(server_args=server_args)
+        selftest.of_engine(self)
 
     def generate(
         self, *args: Any, segments: Any = None, cache_salt: Any = None, link: Any = None, **kwargs: Any

@@ -15,7 +15,7 @@ from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import IN_WINDOW_POOL, ServerTraits
 from sglang_lazy.core.prompt import LinkedPrompt
-from sglang_lazy.core.state import ChunkNodes, as_linked
+from sglang_lazy.core.state import as_linked
 from sglang_lazy.policies.block import Block
 
 
@@ -56,7 +56,7 @@ class Copy(Block):
         state = as_linked(req)
         if state.own is None:
             source = rows.read(req, 0, state.prompt.num_chunk_tokens)
-            slots = rows.allocate(len(source))
+            slots = rows.device.allocate(len(source))
             rows.write(req, 0, slots)
             state.own = ChunkCopy(source, slots)
 
@@ -74,13 +74,12 @@ class Copy(Block):
         for req, copy in zip(new, copies, strict=True):
             copy.written = True
             # Whatever reuses the chunks' slots is launched later, so they need no lock from here on.
-            rows.store.unlock_chunks(req.last_node.chunks)
-            req.last_node.chunks = ChunkNodes([], [], num_locks=1)
+            rows.let_go_of_chunks(req)
 
     def end(self, req: Any, rows: Any) -> None:
         state = as_linked(req)
         if state.own is not None:
-            rows.free(state.own.slots)
+            rows.device.free(state.own.slots)
             state.own = None
 
 

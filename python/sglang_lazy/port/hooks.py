@@ -1,37 +1,102 @@
 """Hooks on SGLang: declared next to the functions that they call, applied and verified here."""
 
 import contextlib
+import functools
+import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+logger = logging.getLogger(__name__)
+
+Process = Literal["http", "tokenizer", "scheduler"]
+"""Where a required hook runs: in a process that serves HTTP; in one that has a tokenizer manager, as HTTP processes and
+engines do; or in a scheduler."""
+
+
+Kind = Literal["BEFORE", "AFTER", "AROUND"]
+"""An SGLang `HookType`."""
+
 
 class Hook(NamedTuple):
-    """A hook that calls `function` at `target`, a dotted path; `kind` is an SGLang `HookType`."""
+    """A hook that calls `function` at `target`, a dotted path.
+
+    why: what it is for.  until: for a repair, when it can go.  process: for a required hook.
+    """
 
     target: str
     function: Callable
-    kind: Literal["BEFORE", "AFTER", "AROUND"]
+    kind: Kind
+    role: Literal["required", "feature", "repair"]
+    why: str
+    until: str = ""
+    process: Process | None = None
+
+    @property
+    def key(self) -> tuple[str, Callable]:
+        """What tells it from all others."""
+        return self.target, self.function
 
 
-_applied: dict[str, Any] = {}
-"""By target, the function that replaced it."""
+def required(target: str, function: Callable, kind: Kind, process: Process, why: str) -> Hook:
+    """A hook without which no prompt with chunks is served: it must have run by the end of the self-test."""
+    return Hook(target, function, kind, "required", why, process=process)
+
+
+def feature(target: str, function: Callable, kind: Kind, why: str) -> Hook:
+    """A hook that runs only for some requests, or with some flags."""
+    return Hook(target, function, kind, "feature", why)
+
+
+def repair(target: str, function: Callable, kind: Kind, why: str, until: str) -> Hook:
+    """A hook that mends what is SGLang's own. A server starts without it."""
+    return Hook(target, function, kind, "repair", why, until)
+
+
+_applied: dict[tuple[str, Callable], tuple[Hook, Any]] = {}
+"""By key, a hook in place and the function that replaced its target."""
+_ran: set[tuple[str, Callable]] = set()
+"""The keys of required hooks that have run in this process."""
 
 
 def apply(hooks: Iterable[Hook]) -> None:
-    """Apply hooks through SGLang's registry, except on targets that are hooked already."""
+    """Apply hooks through SGLang's registry, except those that are applied already. Warns of repairs without a target.
+
+    Raises RuntimeError if another hook's target does not exist.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    new = [hook for hook in hooks if hook.target not in _applied]
-    stock = {hook.target: _resolve(hook.target) for hook in new}
-    for hook in new:
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+    stock: dict[Hook, Any] = {}
+    for hook in hooks:
+        if hook.key in _applied:
+            continue
+        try:
+            stock[hook] = _resolve(hook.target)
+        except (ImportError, AttributeError) as error:
+            if hook.role != "repair":
+                raise RuntimeError(f"sglang-lazy: SGLang has no {hook.target}, a hook's target: {hook.why}") from error
+            logger.warning("sglang-lazy: SGLang has no %s any more; without this repair: %s", hook.target, hook.why)
+    for hook in stock:
+        HookRegistry.register(hook.target, _noting(hook), HookType[hook.kind])
     with _searching_for_functions_only():
         HookRegistry.apply_hooks()
-    for target, original in stock.items():
-        hooked = _resolve(target)
+    for hook, original in stock.items():
+        hooked = _resolve(hook.target)
         if hooked is not original:
-            _applied[target] = hooked
+            _applied[hook.key] = hook, hooked
+
+
+def _noting(hook: Hook) -> Callable:
+    """The function of a hook; if it is required, one that notes that it has run."""
+    if hook.role != "required":
+        return hook.function
+
+    @functools.wraps(hook.function)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        _ran.add(hook.key)
+        return hook.function(*args, **kwargs)
+
+    return note
 
 
 @contextlib.contextmanager
@@ -51,17 +116,24 @@ def _searching_for_functions_only() -> Iterator[None]:
 
 
 def missing(hooks: Iterable[Hook]) -> list[str]:
-    """The targets that are not hooked, or no longer. SGLang itself only logs hooks that it could not apply."""
-    return [hook.target for hook in hooks if not _in_place(hook.target)]
+    """The targets of hooks, repairs aside, that are not in place, or no longer. SGLang itself only logs hooks that it
+    could not apply."""
+    return [hook.target for hook in hooks if hook.role != "repair" and not _in_place(hook)]
 
 
-def _in_place(target: str) -> bool:
-    function = _resolve(target)
+def _in_place(hook: Hook) -> bool:
+    _, hooked = _applied.get(hook.key, (None, None))
+    function = _resolve(hook.target)
     while function is not None:
-        if function is _applied.get(target):
+        if function is hooked:
             return True
         function = getattr(function, "__wrapped__", None)  # other plugins may have wrapped it
     return False
+
+
+def unused(*processes: Process) -> list[str]:
+    """The targets of required hooks of such a process that have not run in this one."""
+    return [hook.target for hook, _ in _applied.values() if hook.process in processes and hook.key not in _ran]
 
 
 def _resolve(target: str) -> Any:

@@ -7,6 +7,7 @@ active: `activate` publishes the configuration in the environment, which the pro
 import importlib.metadata
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
@@ -46,11 +47,12 @@ def install() -> None:
     check_version()
     provide_rotary_import()
 
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
+    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -69,12 +71,14 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
+        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
+    register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)
     comb_config.register()
     modules = (
         cpu,
@@ -91,10 +95,11 @@ def install() -> None:
         schedule_policy,
         lora,
         memory,
+        storage,
         comb,
         comb_lora,
         model_runner,
-        logprobs,
+        graphs,
         probing,
         surfaces,
         malformed,
@@ -103,7 +108,7 @@ def install() -> None:
         collector,
         watchdog,
     )
-    _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))
+    _hooks = tuple(hook for module in modules for hook in module.HOOKS)
     apply(_hooks)
     verify()
 
@@ -133,7 +138,7 @@ def check_version() -> None:
 
 
 def verify() -> None:
-    """Raise RuntimeError naming every hook that is not in place."""
+    """Raise RuntimeError naming every hook that is not in place, repairs aside."""
     if lost := missing(_hooks):
         raise RuntimeError(f"sglang-lazy is not in place in this process; missing hooks: {lost}")
     if not _hooks:
@@ -150,10 +155,21 @@ def provide_rotary_import() -> None:
         sys.modules["vllm._custom_ops"] = stand_in
 
 
-def choose_cache(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: make ours the default cache."""
-    if not getattr(args, "_resolution_finished", False) and args.radix_cache_backend is None:
-        args.radix_cache_backend = CACHE_BACKEND
+def choose_flags(args: Any, resolve: Callable[[Any], None]) -> None:
+    """Around the first step in which SGLang resolves `ServerArgs`: make ours the default cache, add the self-test to
+    SGLang's warm-ups, and on a CPU choose backends that work there."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    from sglang_lazy.port.cpu import backends_for_cpu
+    from sglang_lazy.port.facts import flags_of
+    from sglang_lazy.port.serving import selftest
+
+    flags = flags_of(args)
+    chosen = {"warmups": ",".join(filter(None, (flags.warmups, selftest.NAME))), **backends_for_cpu(flags)}
+    if flags.radix_cache_backend is None:
+        chosen["radix_cache_backend"] = CACHE_BACKEND
+    declare_resolution(args, "sglang_lazy", **chosen)
+    resolve(args)
 
 
 def create_cache(context: Any) -> Any:
@@ -170,6 +186,3 @@ def create_cache(context: Any) -> Any:
     if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
     raise RuntimeError("sglang-lazy: the attention backend was created before the plugin was installed")
-
-
-HOOKS = (Hook("sglang.srt.server_args.ServerArgs.resolve_once", choose_cache, "BEFORE"),)

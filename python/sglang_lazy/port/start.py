@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -11,6 +12,7 @@ from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cpu import unfit_for_cpu
+from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit, unfit_flags
 from sglang_lazy.serving.trained_tokens import tokens_for
 
@@ -25,7 +27,10 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
 
     Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy.
     """
-    if reason := unfit_for_cpu(args) or _unfit_default(config, args):
+    if reason := unfit_for_cpu(args):
+        raise ValueError(reason)
+    args.resolve_once()
+    if reason := _unfit_default(config, args):
         raise ValueError(reason)
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):
         raise Unfit(reasons)
@@ -40,12 +45,12 @@ def _unfit_default(config: LazyConfig, args: ServerArgs) -> str | None:
         return f"{name}: without a tokenizer (--skip-tokenizer-init) there is no --lazy-preamble"
     if policy.trained:
         try:
-            tokens_for(policy, args.model_path, args.get_model_config().vocab_size)
+            tokens_for(policy, args.model_path, model_config_of(args).vocab_size)
         except ValueError as error:
             return f"{name}: {error}"
     return None
 
 
 def _unfit_kernels(config: LazyConfig, args: ServerArgs) -> list[str]:
-    reason = jit.missing(torch.device(args.device)) if config.kernels == "cuda" else None
+    reason = jit.missing(torch.device(flags_of(args).device)) if config.kernels == "cuda" else None
     return [f"--lazy-kernels cuda: {reason}"] if reason else []

@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 
 class Grandchild:
@@ -87,12 +87,32 @@ def spare_resource_tracker(
 
 
 HOOKS = (
-    Hook("sglang.srt.utils.common.kill_process_tree", spare_resource_tracker, "AROUND"),
-    Hook("sglang.srt.utils.watchdog.SubprocessWatchdog.start", watch_schedulers, "BEFORE"),
-    Hook(
+    repair(
+        "sglang.srt.utils.common.kill_process_tree",
+        spare_resource_tracker,
+        "AROUND",
+        "processes that end without tracebacks of Python's resource tracker",
+        "SGLang leaves the tracker alone",
+    ),
+    repair(
+        "sglang.srt.utils.watchdog.SubprocessWatchdog.start",
+        watch_schedulers,
+        "BEFORE",
+        "a server ends when a scheduler under a data-parallel controller dies",
+        "SGLang's watchdog sees these schedulers",
+    ),
+    repair(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash",
         skip_impossible_dump,
         "BEFORE",
+        "no traceback when requests cannot be dumped",
+        "SGLang dumps only where it was asked to",
     ),
-    Hook("uvicorn.supervisors.multiprocess.Multiprocess.__init__", end_on_quit, "AFTER"),
+    repair(
+        "uvicorn.supervisors.multiprocess.Multiprocess.__init__",
+        end_on_quit,
+        "AFTER",
+        "several tokenizer workers end when the server fails",
+        "SGLang's supervisor of workers handles SIGQUIT",
+    ),
 )

@@ -103,7 +103,7 @@ async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
         except LookupError as error:
             logger.error("the KV events of %s are not followed: %s", worker, error)
             return
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+        except (TimeoutError, aiohttp.ClientError, ValueError) as error:
             logger.warning("%s does not report where it publishes KV events: %r", worker, error)
         else:
             reason = await _listen(publisher, Listener(worker, picker))

@@ -93,7 +93,7 @@ class Middleware:
             async with self.session.get(f"{self.router}/workers", timeout=aiohttp.ClientTimeout(REFRESH_S)) as answer:
                 listed = (await answer.json())["workers"]
             workers = [worker["url"] for worker in listed if worker["is_healthy"]]
-        except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as error:
+        except (TimeoutError, aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
             logger.warning("the router %s does not list its workers: %r", self.router, error)
             return
         for worker in set(self.workers) - set(workers):

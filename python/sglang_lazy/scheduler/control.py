@@ -81,7 +81,11 @@ class ChunkControl:
                 if everybody or chunk.tenant == tenant
             ]
             found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
-            found["memory"] = {"device": self.store.tree.device_memory, "host": self.store.tree.host_memory}
+            device, host = self.store.device, self.store.host
+            found["memory"] = {
+                "device": {"size": device.size, "free": device.available_size()},
+                "host": None if host is None else {"size": host.memory.slots.size, "free": host.memory.slots.num_free},
+            }
         return found
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
@@ -97,7 +101,7 @@ class ChunkControl:
                 skipped.append({"id": prefix, "reason": str(error)})
         for chunks in affected.values():
             self._discard(chunks)
-        self.rows.sweep()
+        self.store.deletions.sweep()
         gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}
         states = [{"id": prefix, "state": "deleted" if done else "in use"} for prefix, done in gone.items()]
         return {"affected": states, "skipped": skipped}
@@ -110,7 +114,7 @@ class ChunkControl:
     def forget_adapter(self, adapter: str) -> None:
         """Delete the chunks of an unloaded LoRA adapter, whose id will not recur: nothing could find them again."""
         self._discard(chunk for chunk in list(self.store.catalog) if chunk.key.namespace.adapter == adapter)
-        self.rows.sweep()
+        self.store.deletions.sweep()
 
     def pin(
         self,

@@ -62,7 +62,7 @@ class FileBackend(TensorBackend):
         if not super().put(key, stored):
             return False
         with contextlib.suppress(FileNotFoundError):  # SGLang has evicted it
-            _write_out(self.backend._get_component_path(key))
+            _write_out(os.path.join(self.backend.file_path, f"{self.backend._get_suffixed_key(key)}.bin"))
         return True
 
 

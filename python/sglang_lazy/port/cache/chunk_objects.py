@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
+from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.calls import Calls
@@ -25,8 +26,10 @@ PIECE_BYTES = 32 << 20
 """The most bytes of keys and values in one object, unless a single token has more."""
 NUM_READERS = 8
 """Threads. Prompts wait for reads; nobody waits for writes, which take cores and memory bandwidth from passes."""
+FORMAT = "lazy-kv2"
+"""Begins the key and the header of each object. What another release of the plugin or of SGLang has computed is never
+found: its KV may differ. To be counted up when either changes."""
 _HEADER = struct.Struct("<8s32sII16s")
-_MAGIC = b"lazy-kv1"
 
 
 class Gate:
@@ -56,19 +59,23 @@ class Gate:
 
 
 class ChunkObjects:
-    """Moves chunks between a host pool and a backend. `written` and `read` hold the requests.
+    """Moves chunks between the host's memory and a backend. `written` and `read` hold the requests.
 
-    An object is a header and a piece's keys and values, [2, layers, tokens, heads, head_dim] in the cache's dtype. The
-    header has the chunk's name, the piece's index, its length in tokens and the XXH3 of its KV. An object that does not
-    match the expected header counts as missing.
+    An object is a header and a piece's KV: for each of the memory's groups, [buffers, tokens, row_bytes]. The header
+    has the format, the chunk's name, the piece's index, its length in tokens and the XXH3 of its KV. An object that
+    does not match the expected header counts as missing.
+
+    One call moves all of a group. With a call for each buffer, threads would wait for each other and for the scheduler
+    before each call, since everything between calls needs the GIL.
     """
 
-    def __init__(self, backend: TensorBackend, pool: Any):
-        self.backend, self.pool = backend, pool
+    def __init__(self, backend: TensorBackend, memory: HostMemory):
+        self.backend = backend
         self.written, self.read = self._new_calls(LazyConfig.current().storage_writers), self._new_calls(NUM_READERS)
         self._writes, self._reads = Gate(), Gate()
-        self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
-        self._rows, self._starts = _rows(pool.kv_buffer)
+        self._token_bytes = memory.token_bytes
+        self._tokens = max(1, PIECE_BYTES // memory.token_bytes)  # of a piece
+        self._tables = [rows.table for rows in memory.groups]
         self._buffers = threading.local()
 
     def _new_calls(self, num_threads: int) -> Calls:
@@ -106,16 +113,17 @@ class ChunkObjects:
             yield functools.partial(act, gate, name, index, piece.numpy())
 
     def _write(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
-        stored, rows = self._new_object(len(slots))
+        stored, parts = self._new_object(len(slots))
         with gate.passed() as allowed:
             if not allowed:
                 return False
-            np.take(self._rows, self._starts + slots, out=rows, mode="clip")  # other modes copy once more
+            for (rows, starts), part in zip(self._tables, parts, strict=True):
+                np.take(rows, starts + slots, out=part, mode="clip")  # other modes copy once more
         stored[: _HEADER.size] = np.frombuffer(_header(name, index, len(slots), stored), np.uint8)
         return self.backend.put(_key(name, index), torch.from_numpy(stored))
 
     def _read(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
-        stored, rows = self._new_object(len(slots))
+        stored, parts = self._new_object(len(slots))
         stored[: _HEADER.size] = 0  # the buffer may hold the same object's header from an earlier read
         if not self.backend.get(_key(name, index), torch.from_numpy(stored)):
             return False
@@ -124,37 +132,29 @@ class ChunkObjects:
             return False
         with gate.passed() as allowed:
             if allowed:
-                self._rows[self._starts + slots] = rows
+                for (rows, starts), part in zip(self._tables, parts, strict=True):
+                    rows[starts + slots] = part
             return allowed
 
-    def _new_object(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Memory for an object, uint8, and its KV as a row for each layer and token, [2 * layers, tokens]. The thread's
-        next object uses the same memory."""
-        num_layers, row_bytes = len(self._starts), self._rows.itemsize
+    def _new_object(self, num_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Memory for an object, uint8, and its KV as rows of each group, [buffers, tokens]. The thread's next object
+        uses the same memory."""
         if not hasattr(self._buffers, "bytes"):
-            size = _HEADER.size + self._tokens * num_layers * row_bytes
+            size = _HEADER.size + self._tokens * self._token_bytes
             self._buffers.bytes = self.backend.new_memory(size).numpy()
-        stored = self._buffers.bytes[: _HEADER.size + num_tokens * num_layers * row_bytes]
-        return stored, stored[_HEADER.size :].view(self._rows.dtype).reshape(num_layers, num_tokens)
-
-
-def _rows(kv_buffer: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The memory of a host pool, [2, layers, slots, heads, head_dim], as a row for each layer and slot, and where the
-    keys and values of each layer start there, [2 * layers, 1].
-
-    Then one call can move a whole object. With a call for each layer, threads would wait for each other and for the
-    scheduler before each call, since everything between calls needs the GIL.
-    """
-    num_slots = kv_buffer.shape[2]
-    memory = kv_buffer.flatten(0, 2).flatten(1).view(torch.uint8).numpy()
-    return memory.view(f"V{memory.shape[1]}")[:, 0], np.arange(0, len(memory), num_slots)[:, None]
+        stored = self._buffers.bytes[: _HEADER.size + num_tokens * self._token_bytes]
+        parts, end = [], _HEADER.size
+        for rows, starts in self._tables:
+            start, end = end, end + len(starts) * num_tokens * rows.itemsize
+            parts.append(stored[start:end].view(rows.dtype).reshape(len(starts), num_tokens))
+        return stored, parts
 
 
 def _key(name: bytes, index: int) -> str:
-    return f"{name.hex()}-{index}"
+    return f"{FORMAT}-{name.hex()}-{index}"
 
 
 def _header(name: bytes, index: int, num_tokens: int, stored: np.ndarray) -> bytes:
     checksum = xxhash.xxh3_128()
     checksum.update(stored[_HEADER.size :].data)  # lets other threads run, as `xxh3_128_digest` did not before 4.0
-    return _HEADER.pack(_MAGIC, name, index, num_tokens, checksum.digest())
+    return _HEADER.pack(FORMAT.encode(), name, index, num_tokens, checksum.digest())

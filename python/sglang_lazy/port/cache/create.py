@@ -1,42 +1,83 @@
 """Create the cache of a server, with the trees and tiers that its model and flags need."""
 
-import types
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from sglang.srt.mem_cache.registry import default_radix_cache_factory
+from sglang.srt.runtime_context import get_context, get_memory
+
+from sglang_lazy.attention.table import table_of
+from sglang_lazy.cache.node import ORDERS
+from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.cache.block_events import BlockEvents
+from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.cache.connect import connect_storage
+from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
+from sglang_lazy.port.cache.tier_report import HostReport
+from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.comb import chunk_pool_of
 
 
-def new_cache(context: Any, runner: Any) -> LazyRadixCache:
+def new_cache(context: Any, runner: Any) -> CompositeCache:
     """The cache of a server.  context: SGLang's, for cache factories.  runner: a `ModelRunner` that reuses chunks."""
-    params, args, pool = context.params, context.server_args, chunk_pool_of(runner)
-    if not context.enable_hierarchical_cache:
-        if pool is None:
-            assert not context.is_hybrid_swa
-            return LazyRadixCache(params)
-        return TextRadixCache(params, chunks=LazyRadixCache(pool.tree_params(params)))
+    params, pool = context.params, chunk_pool_of(runner)
+    order, clock = ORDERS.get(params.eviction_policy, ORDERS["lru"]), itertools.count(1)
+    slots = params.token_to_kv_pool_allocator
+    share = LazyConfig.current().host_share
+    with _host_share(1 - share):
+        on_gpu = torch.device(slots.device).type == "cuda"
+        has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
+        plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
+    windows = WindowSlots(slots, params.sliding_window_size) if context.is_hybrid_swa else None
+    own = slots if windows is None else HybridSlots(slots)
+    cache = CompositeCache(plain, tree := RadixTree(own, order, clock), clock, windows)
+    device = Pool(own, cache)
     if pool is None:
-        cache = chunks = StoredHiRadixCache(params, _tier_flags(args, 1.0))
+        cache.rows = RowCache(ChunkStore(tree, device, cache.windows), params.req_to_token_pool)
     else:
-        share = LazyConfig.current().chunk_pool
-        chunks = StoredHiRadixCache(pool.tree_params(params), _tier_flags(args, share))
-        cache = TextHiRadixCache(params, _tier_flags(args, 1 - share), chunks=chunks)
-    if args.hicache_storage_backend is not None:
-        connect_storage(chunks, args, runner, params.enable_metrics)
-    context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
+        of_chunks = RadixTree(pool.allocator, order, clock)
+        store = ChunkStore(of_chunks, Pool(pool.allocator, OneTree(of_chunks)))
+        cache.rows = RowCache(store, params.req_to_token_pool, tree, device)
+    if context.enable_hierarchical_cache:
+        kv = slots.get_kvcache() if pool is None else pool.kv
+        collector = plain.metrics_collector
+        report = HostReport() if collector is None else HostReport.measured(collector)
+        cache.tiers = tiers = Tiers(cache.store, kv, order, share, params, report)
+        table_of(params.req_to_token_pool).loads = tiers.transfers
+        if get_memory().hicache_storage_backend is not None:
+            tiers.connect(connect_storage(cache.store, tiers.host, tiers.agree, runner, params.enable_metrics))
+    if params.enable_kv_cache_events:
+        cache.events = BlockEvents()
+        tree.parts += (cache.events,)
+        if cache.tiers is not None:
+            cache.tiers.watchers.each.append(cache.events)
     return cache
 
 
-def _tier_flags(args: Any, share: float) -> Any:
-    """SGLang's flags for a pool with this share of the host's memory.
+@contextlib.contextmanager
+def _host_share(share: float) -> Iterator[None]:
+    """A context in which SGLang's flags give this share of the host's memory, and no storage.
 
-    Without SGLang's use of storage; ours is connected later. Laid out by layers, since at page size 1 the scheduler
-    would copy to a host laid out by pages token by token, 7 us each.
+    SGLang's own storage would hold one object per token at page size 1, named by tokens only; ours is connected later.
+    To a host laid out by pages the scheduler would copy token by token, 7 us each.
     """
+    flags = get_memory()
     changed = {
         "hicache_storage_backend": None,
         "hicache_mem_layout": "layer_first",
-        "hicache_size": args.hicache_size * share,  # a ratio is already relative to the pool
+        "hicache_size": flags.hicache_size * share,
+        "hicache_ratio": flags.hicache_ratio * share,
     }
-    return types.SimpleNamespace(**{**vars(args), **changed})
+    before = {name: getattr(flags, name) for name in changed}
+    get_context().override("sglang_lazy.host_share", **changed)
+    try:
+        yield
+    finally:
+        get_context().override("sglang_lazy.host_share", **before)

@@ -1,7 +1,7 @@
 """Chunks in one of SGLang's storage backends, the tier below the host, under names that cover all their KV depends on.
 
-SGLang's own storage of the tree stays off. At page size 1 it stores one object per token, and names it by tokens only,
-so it would mix up weights, dtypes and namespaces.
+SGLang's own storage names what it stores by tokens only, one object per token at page size 1, so it would mix up
+weights, dtypes and namespaces.
 """
 
 import hashlib
@@ -9,28 +9,48 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from sglang_lazy.chunks.store import CachedChunk
+from sglang_lazy.cache.host import HostKV
+from sglang_lazy.cache.host_copy import HostWatcher
+from sglang_lazy.cache.node import Node
+from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.calls import Calls, Ended
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
 from sglang_lazy.port.cache.tier_report import StorageReport
 
 logger = logging.getLogger(__name__)
 
 
+class Patience(NamedTuple):
+    """How long requests wait for a chunk, in seconds.
+
+    policy: SGLang's `--hicache-storage-prefetch-policy`.
+    base, per_ki_token: with `timeout`, for each chunk, and for each 1,024 tokens that are being read with it.
+    max: the most of both together; no call of the backend is waited for any longer, whoever waits.
+    """
+
+    policy: Literal["best_effort", "timeout", "wait_complete"]
+    base: float
+    per_ki_token: float
+    max: float
+
+    def for_tokens(self, num_tokens: int) -> float:
+        """For a chunk with which so many tokens are being read, its own among them."""
+        linear = min(self.max, self.base + self.per_ki_token * num_tokens / 1024)
+        return {"best_effort": 0.0, "timeout": linear, "wait_complete": math.inf}[self.policy]
+
+
 class Fetch(NamedTuple):
     """The read of a chunk from storage.
 
-    slots: of the host pool, where its KV goes.  asked_at: when the read was requested.  patience: how many seconds
-    requests wait for it.
+    slots: of the host, where its KV goes.  asked_at: when the read was requested.  patience: how many seconds requests
+    wait for it.
     """
 
     chunk: ChunkSlice
@@ -39,152 +59,144 @@ class Fetch(NamedTuple):
     patience: float
 
 
-class StoredHiRadixCache(LazyHiRadixCache):
-    """The host tier with storage below it: chunks copied to the host are stored as well, and those found in no other
-    tier are fetched from storage.
+class ChunkStorage(HostWatcher):
+    """Storage below the host tier: chunks copied to the host are stored as well, and those found in no other tier are
+    fetched. A chunk that arrives when nobody waits for it any more is put on the host if it is still missing there.
 
-    `--hicache-storage-prefetch-policy` determines how long requests wait for a chunk, as in SGLang. A chunk that
-    arrives later is put on the host if it is still missing there.
+    One of `host`'s watchers. All tensor-parallel ranks make the same calls.
 
+    identity: returns a digest of the weights that KV depends on: the model's for None, else those of the adapter with
+        this id; None if it is not loaded. Called again after each reset. Hashing the model reads all its weights, so it
+        is done at once and by `identify`.
+    agree: returns the smallest of each of these numbers among all ranks.
     clock: returns seconds.
+    objects: None once storage has been detached.
+    name: of the backend in SGLang's reports.
     """
 
-    objects_class = ChunkObjects
-    objects: ChunkObjects | None = None
-    report: StorageReport
-    clock = staticmethod(time.monotonic)
-
-    def connect(
-        self, backend: TensorBackend, identity: Callable[[str | None], bytes | None], report: StorageReport
-    ) -> None:
-        """Start using a backend.
-
-        identity: returns a digest of the weights that KV depends on: the model's for None, else those of the adapter
-            with this id; None if it is not loaded. Called again after each flush. Hashing the model reads all its
-            weights: see `identify`.
-        """
-        self._backend, self._identity, self.report = backend, identity, report
-        self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
-        self._identified.clear()
+    def __init__(
+        self,
+        store: ChunkStore,
+        host: HostKV,
+        objects: ChunkObjects,
+        identity: Callable[[str | None], bytes | None],
+        agree: Callable[[list[int]], list[int]],
+        report: StorageReport,
+        patience: Patience,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.objects: ChunkObjects | None = objects
+        self.name = type(objects.backend.backend).__name__
+        self.report, self.patience, self.clock = report, patience, clock
+        self._store, self._host, self._identity, self._agree = store, host, identity, agree
+        self._identified: dict[str | None, bytes | None] = {}
+        self._late: dict[ChunkKey, Fetch] = {}
+        self._num_writing = self._num_fetching = 0  # tokens
+        self._behind = False
         self.identify()
 
     def identify(self) -> None:
-        """Hash the model, unless that has been done since the last flush."""
+        """Hash the model, unless that has been done since the last reset."""
         if self.objects is not None and None not in self._identified:
             self._identified[None] = self._identity(None)
 
     def mix_weights(self) -> None:
-        """Store and fetch nothing until the next flush: the cache may have KV of other weights than the model's."""
+        """Store and fetch nothing until the next reset: the cache may have KV of other weights than the model's."""
         self._identified.clear()
         self._identified[None] = None
 
     def reset(self) -> None:
+        """End what is under way. To be called before the tree is emptied: what is being written is protected there."""
         if self.objects is not None:
             self._drop_reads(self.objects)
             self._settle(self.objects)
-        self._late: dict[ChunkKey, Fetch] = {}
-        self._num_writing = self._num_fetching = 0  # tokens
-        self._behind = False
-        self._identified: dict[str | None, bytes | None] = {}
-        super().reset()
+        self._identified.clear()
+
+    def detach(self) -> None:
+        """Use storage no more. No request may run."""
+        if (objects := self.objects) is None:
+            return
+        self._drop_reads(objects)
+        self._settle(objects)
+        self.objects = None
+        objects.stop()
+        if hasattr(objects.backend.backend, "close"):
+            objects.backend.backend.close()
+
+    def clear(self) -> bool:
+        """Delete all that is in storage; returns whether that succeeded on all ranks. Reads in progress find nothing.
+        Chunks that other tiers have stay there, and are stored when they are used again."""
+        if (objects := self.objects) is None or not objects.backend.can_clear:
+            return False
+        self._drop_reads(objects)
+        objects.written.cancel()
+        settled, cleared = self._settle(objects), objects.backend.clear()
+        self._agree([cleared])  # wait for all: another rank may have deleted a file first
+        done = self._agree([settled and (cleared or objects.backend.clear())])
+        for chunk in self._store.catalog:
+            chunk.stored = None
+        return all(done)
 
     def _drop_reads(self, objects: ChunkObjects) -> None:
         """Forget the reads in progress."""
         if self._num_fetching:
             objects.drop_reads()
         for fetch in self.fetches:
-            self.token_to_kv_pool_host.free(fetch.slots)
-        self.store.fetching.clear()
+            self._host.free(fetch.slots)
+        self._store.fetching.clear()
         self._late.clear()
         self._num_fetching, self._behind = 0, False
 
     def _settle(self, objects: ChunkObjects) -> bool:
         """Finish the writes in progress, for as long as the backend makes progress, and forget the others. Returns
         whether there were no others."""
-        settled = torch.tensor(objects.written.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
-        self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
+        settled = self._agree([objects.written.settle(self.patience.max)])
         self._take_written(objects)
-        if settled:
+        if all(settled):
             return True
-        for _, path, num_tokens in (lost := objects.drop_writes()):
-            self._let_go(path, num_tokens)
+        for _, node, num_tokens in (lost := objects.drop_writes()):
+            self._let_go(node, num_tokens)
         self.report.unstored(len(lost))
         logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", len(lost))
         return False
 
-    def detach_storage_backend(self) -> tuple[bool, str]:
-        """Use storage no more; returns whether that succeeded, and a message, as SGLang does. No request may run."""
-        if (objects := self.objects) is None:
-            return True, "there was no storage"
-        self._drop_reads(objects)
-        self._settle(objects)
-        self.objects = None
-        objects.stop()
-        if hasattr(self._backend.backend, "close"):
-            self._backend.backend.close()
-        return True, "chunks are neither stored nor fetched until the server is started again"
-
-    def clear_storage_backend(self) -> bool:
-        """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks. Reads in progress
-        find nothing. Chunks that other tiers have stay there, and are stored when they are used again."""
-        if (objects := self.objects) is None or not self._backend.can_clear:
-            return False
-        self._drop_reads(objects)
-        objects.written.cancel()
-        settled, cleared = self._settle(objects), self._backend.clear()
-        self._barrier_attn_groups()
-        # Another rank may have deleted a file first.
-        done = torch.tensor(settled and (cleared or self._backend.clear()), dtype=torch.int64)
-        self._all_reduce_attn_groups(done, torch.distributed.ReduceOp.MIN)
-        for chunk in self.store.catalog:
-            chunk.stored = None
-        return bool(done)
-
-    @property
-    def storage_name(self) -> str:
-        """The name of the backend in SGLang's reports."""
-        return type(self._backend.backend).__name__
-
     # From storage
 
     def fetch(self, chunk: ChunkSlice) -> bool:
+        """Start reading a chunk that no other tier has; returns whether it is on its way to the host."""
         if self.objects is None:
             return False
-        if chunk.key in self.store.fetching or chunk.key in self._late:
+        if chunk.key in self._store.fetching or chunk.key in self._late:
             return True
         if self._behind:
             return False
         name = self._name(chunk.key)
-        slots = None if name is None else self._host_slots(chunk.num_tokens)
+        slots = None if name is None else self._room_for(chunk.num_tokens)
         if name is None or slots is None:
             return False
         self._num_fetching += len(slots)
-        self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock(), self._patience())
+        patience = self.patience.for_tokens(self._num_fetching)
+        self._store.fetching[chunk.key] = Fetch(chunk, slots, self.clock(), patience)
         self.objects.start_read(name, slots, chunk.key)
         return True
 
-    def _patience(self) -> float:
-        """How many seconds requests wait for a chunk requested now, which is read after those requested before."""
-        limits = self.prefetch_timeout_config
-        linear = min(limits.max, limits.base + limits.per_ki_token * self._num_fetching / 1024)
-        return {"best_effort": 0.0, "timeout": linear, "wait_complete": math.inf}[self.prefetch_stop_policy]
+    def _room_for(self, num_tokens: int) -> torch.Tensor | None:
+        return self._host.alloc(num_tokens) if self._num_fetching + num_tokens <= self._most_under_way else None
 
-    def check_hicache_events(self) -> None:
-        super().check_hicache_events()
+    def poll(self) -> None:
+        """Take the results that all ranks have. To be called at each step, after the host's."""
         if self.objects is None:
             return
         if self._num_writing:
             self._take_written(self.objects)
-        if self.store.fetching or self._late:
+        if self.is_fetching:
             for call in self._ended(self.objects.read):
-                fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
+                fetch = self._late.pop(call.what, None) or self._store.fetching.pop(call.what)
                 self._end_fetch(fetch, call)
-        if self.store.fetching:
+        if self._store.fetching:
             self._stop_waiting(self.objects)
         if self._behind:
-            can_read = torch.tensor(self.objects.read.can_run, dtype=torch.int64)
-            self._all_reduce_attn_groups(can_read, torch.distributed.ReduceOp.MIN)
-            self._behind = not can_read
+            self._behind = not all(self._agree([self.objects.read.can_run]))
 
     def _end_fetch(self, fetch: Fetch, call: Ended) -> None:
         self._num_fetching -= len(fetch.slots)
@@ -193,93 +205,65 @@ class StoredHiRadixCache(LazyHiRadixCache):
             self.report.fetched(len(fetch.slots), call.seconds, wait)
         else:
             self.report.missed(wait)
-        if not call.succeeded or not self._adopt(fetch.chunk, fetch.slots):
-            self.token_to_kv_pool_host.free(fetch.slots)
+        chunk, node = fetch.chunk, None
+        if call.succeeded:
+            node = self._host.adopt(chunk.tokens, chunk.key.namespace, fetch.slots)
+        if node is None:  # or the tree has the chunk's beginning without a copy
+            self._host.free(fetch.slots)
+        else:
+            self._store.adopt(chunk, node).stored = True
 
     def _stop_waiting(self, objects: ChunkObjects) -> None:
-        """Let requests compute the chunks that they have waited for long enough, on any tensor-parallel rank."""
-        now, fetches = self.clock(), list(self.store.fetching.items())
-        waits = torch.tensor([now - fetch.asked_at < fetch.patience for _, fetch in fetches], dtype=torch.int64)
-        self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
-        late = [key for (key, _), still in zip(fetches, waits.tolist(), strict=True) if not still]
+        """Let requests compute the chunks that they have waited for long enough, on any rank."""
+        now, fetches = self.clock(), list(self._store.fetching.items())
+        waits = self._agree([now - fetch.asked_at < fetch.patience for _, fetch in fetches])
+        late = [key for (key, _), still in zip(fetches, waits, strict=True) if not still]
         for key in late:
-            self._late[key] = self.store.fetching.pop(key)
+            self._late[key] = self._store.fetching.pop(key)
             self.report.late()
-        if late and self.prefetch_stop_policy == "timeout":
+        if late and self.patience.policy == "timeout":
             objects.read.abandon(late)
             self._behind = True  # if no thread is left
 
-    def _host_slots(self, num_tokens: int) -> torch.Tensor | None:
-        pool = self.token_to_kv_pool_host
-        if self._num_fetching + num_tokens > self._most_under_way:
-            return None
-        if pool.available_size() < num_tokens:
-            self.evict_host(num_tokens - pool.available_size())
-        return pool.alloc(num_tokens)
-
-    def _adopt(self, chunk: ChunkSlice, slots: torch.Tensor) -> bool:
-        """Put a chunk fetched to these slots of the host into the tree.
-
-        Returns False if the tree has the chunk's beginning without a copy on the host.
-        """
-        key = RadixKey(chunk.tokens, chunk.key.namespace)
-        beginning = self._match_prefix_helper(self.root_node, key)[1]
-        self.use(beginning)  # SGLang has stamped it with the time of day
-        if beginning is not self.root_node and not beginning.backuped:
-            return False
-        num_present = self._insert_helper_host(self.root_node, key, slots, [])
-        self.token_to_kv_pool_host.free(slots[:num_present])
-        node = self.end_of(chunk.tokens, chunk.key.namespace)
-        self.use(node)  # SGLang has stamped the nodes before it with the time of day
-        self._stamp(node)
-        self.store.adopt(chunk, node).stored = True
-        return True
-
     # To storage
 
-    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
-        _, _, nodes = self.ongoing_write_through[ack_id]
-        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
-        for node in nodes:
-            chunk = self.store.chunk_at(node)
-            if chunk is not None and not chunk.stored and self.objects is not None:
-                self._store(chunk, self._path(node), self.objects)
+    def copied(self, node: Node) -> None:
+        chunk = self._store.chunk_at(node)
+        if chunk is not None and not chunk.stored:
+            self._write(chunk, node)
 
-    def back_up(self, nodes: Iterable[TreeNode]) -> None:
-        """Also store chunks that were copied as beginnings of longer ones, before they were chunks themselves."""
-        nodes = list(nodes)
-        super().back_up(nodes)
+    def back_up(self, nodes: Iterable[Node]) -> None:
+        """Store what `nodes` have been used for: chunks that were copied to the host as beginnings of longer ones,
+        before they were chunks themselves."""
+        for node in nodes:
+            chunk = self._store.chunk_at(node)
+            if chunk is not None and chunk.stored is None and self._host.is_complete(node):
+                self._write(chunk, node)
+
+    def _write(self, chunk: CachedChunk, node: Node) -> None:
         if self.objects is None:
             return
-        for node in nodes:
-            chunk, is_copied = self.store.chunk_at(node), node.backuped and node.write_through_pending_id is None
-            if chunk is not None and chunk.stored is None and is_copied:
-                self._store(chunk, self._path(node), self.objects)
-
-    def _store(self, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
         chunk.stored = False
-        slots, name = torch.cat([node.host_value for node in path]), self._name(chunk.key)
+        slots, name = self._host.slots_to(node), self._name(chunk.key)
         if name is None or self._num_writing + len(slots) > self._most_under_way:
             self.report.unstored()
             return
-        for node in path:
-            node.protect_host()
+        self._host.protect(node)
         self._num_writing += len(slots)
-        objects.start_write(name, slots, (chunk, path, len(slots)))
+        self.objects.start_write(name, slots, (chunk, node, len(slots)))
 
     def _take_written(self, objects: ChunkObjects) -> None:
         for call in self._ended(objects.written):
-            chunk, path, num_tokens = call.what
+            chunk, node, num_tokens = call.what
             chunk.stored = call.succeeded
-            self._let_go(path, num_tokens)
+            self._let_go(node, num_tokens)
             if call.succeeded:
                 self.report.stored(num_tokens, call.seconds)
             else:
                 self.report.unstored()
 
-    def _let_go(self, path: list[TreeNode], num_tokens: int) -> None:
-        for node in path:
-            node.release_host()
+    def _let_go(self, node: Node, num_tokens: int) -> None:
+        self._host.release(node)
         self._num_writing -= num_tokens
 
     # Both
@@ -287,32 +271,29 @@ class StoredHiRadixCache(LazyHiRadixCache):
     @property
     def fetches(self) -> list[Fetch]:
         """The reads in progress."""
-        return [*self._late.values(), *self.store.fetching.values()]
+        return [*self._late.values(), *self._store.fetching.values()]
+
+    @property
+    def is_fetching(self) -> bool:
+        return self._num_fetching > 0
+
+    @property
+    def is_writing(self) -> bool:
+        return self._num_writing > 0
 
     @property
     def _most_under_way(self) -> int:
         """The most tokens of the host that reads may hold, and writes as well: half of it, as in SGLang. A backend that
         hangs must not take all of it."""
-        return self.token_to_kv_pool_host.size // 2
+        return self._host.memory.slots.size // 2
 
     def _ended(self, calls: Calls) -> list[Ended]:
-        """The results that all tensor-parallel ranks have; one succeeded if it did on all ranks. Ranks make the same
-        requests in the same order."""
-        calls.relieve(self.prefetch_timeout_config.max)
-        num_ended = torch.tensor(calls.num_ended, dtype=torch.int64)
-        self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
-        if not num_ended:
+        """The results that all ranks have; one succeeded if it did on all ranks. Ranks make the same requests in the
+        same order."""
+        calls.relieve(self.patience.max)
+        if not all(self._agree([calls.num_ended])):
             return []
-        outcomes = torch.tensor(calls.outcomes(), dtype=torch.int64)
-        self._all_reduce_attn_groups(outcomes, torch.distributed.ReduceOp.MIN)
-        return calls.take(outcomes.tolist())
-
-    def _path(self, node: TreeNode) -> list[TreeNode]:
-        path = []
-        while node is not self.root_node:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
+        return calls.take(self._agree(calls.outcomes()))
 
     def _name(self, key: ChunkKey) -> bytes | None:
         """SHA-256 of all that the chunk's KV depends on; of an adapter the weights, since ids and names do not last.

@@ -4,12 +4,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.observability.metrics_collector import (
     STAT_LOGGER_ROLE_STORAGE,
+    RadixCacheMetricsCollector,
     StorageMetrics,
     StorageMetricsCollector,
     resolve_collector_class,
 )
+
+from sglang_lazy.cache.host_copy import HostWatcher
+from sglang_lazy.cache.node import Node
 
 HOST_COUNTERS = {
     "backup_tokens": "tokens copied from the device to the host",
@@ -25,25 +30,32 @@ WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 @dataclasses.dataclass
-class HostReport:
-    """Counts of tokens since the start.  counters: by the names in HOST_COUNTERS, empty if metrics are off."""
+class HostReport(HostWatcher):
+    """Counts of tokens since the start, of a host tier that it watches.
 
+    collector: SGLang's, of its cache's metrics; None if metrics are off.
+    counters: by the names in HOST_COUNTERS, empty if metrics are off.
+    """
+
+    collector: RadixCacheMetricsCollector | None = None
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_backup_tokens: int = 0
     num_given_up_tokens: int = 0
 
     @classmethod
-    def measured(cls, labels: Mapping[str, Any]) -> "HostReport":
-        """A report on /metrics, with these labels."""
-        return cls(_counters("host", HOST_COUNTERS, labels))
+    def measured(cls, collector: RadixCacheMetricsCollector) -> "HostReport":
+        """A report on /metrics, with the labels of SGLang's collector."""
+        return cls(collector, _counters("host", HOST_COUNTERS, collector.labels))
 
-    def backed_up(self, num_tokens: int) -> None:
-        """Tokens are being copied to the host."""
-        self.num_backup_tokens += num_tokens
-        _count(self.counters, "backup_tokens", num_tokens)
+    def copied(self, node: Node) -> None:
+        self.num_backup_tokens += len(node)
+        _count(self.counters, "backup_tokens", len(node))
+
+    def loaded(self, node: Node) -> None:
+        if self.collector is not None:
+            self.collector.increment_load_back_num_tokens(len(node), pool=PoolName.KV.value)
 
     def gave_up(self, num_tokens: int) -> None:
-        """Copies on the host have been freed."""
         self.num_given_up_tokens += num_tokens
         _count(self.counters, "given_up_tokens", num_tokens)
 
@@ -123,11 +135,11 @@ def _numbers(report: Any) -> dict[str, int]:
     return {name.removeprefix("num_"): value for name, value in vars(report).items() if name.startswith("num_")}
 
 
-def measured(token_size: int, labels: Mapping[str, Any], args: Any) -> StorageReport:
-    """A report on /metrics, with these labels.  args: SGLang's."""
+def measured(token_size: int, labels: Mapping[str, Any]) -> StorageReport:
+    """A report on /metrics, with these labels."""
     from prometheus_client import Histogram  # not before SGLang has set up its directory of metrics
 
-    collector = resolve_collector_class(args, STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))
+    collector = resolve_collector_class(STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))
     text = "seconds from asking storage for a chunk to its answer"
     waits = Histogram("sglang_lazy:storage_fetch_seconds", text, list(labels), buckets=WAITS).labels(**labels)
     return StorageReport(token_size, collector, _counters("storage", COUNTERS, labels), waits.observe)

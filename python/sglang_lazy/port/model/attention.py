@@ -18,6 +18,7 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan
 from sglang_lazy.port.model.compat import kv_scales
 from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, copy_slots
+from sglang_lazy.port.model.graphs import batch_of_graph
 from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.stock_part import StockPart
 
@@ -112,7 +113,7 @@ class LinkAttention(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         self.link_metadata = self.link_stock_part = self.link_planned = None
-        if self.link_table.current is None:
+        if batch_of_graph(self.link_table, in_capture) is None:
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_planned = self.link_decode.of(forward_batch, for_graph=True)
         if self.link_model.window_slots is not None:
@@ -208,6 +209,8 @@ class LinkAttention(AttentionBackend):
             raise NotImplementedError(
                 f"linked attention does not support {unknown}, which layer {layer.layer_id} passes"
             )
+        if (loads := self.link_table.loads) is not None:
+            loads.wait(layer.layer_id)
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
             if self.link_fp8 and self.link_stock_part is not None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.table import table_of
@@ -18,7 +17,8 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.facts import tp_size
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.comb_config import ARCHITECTURE
 from sglang_lazy.scheduler.producer import shares
 
@@ -50,7 +50,7 @@ class ChunkPool:
             size,
             1,
             runner.kv_cache_dtype,
-            config.get_num_kv_heads(get_parallel().tp_size),
+            config.get_num_kv_heads(tp_size()),
             config.head_dim,
             num_layers,
             runner.device,
@@ -58,7 +58,7 @@ class ChunkPool:
             enable_alt_stream=False,
         )
         self.allocator = TokenToKVPoolAllocator(size, runner.kv_cache_dtype, runner.device, self.kv, need_sort=False)
-        heads = config.get_num_attention_heads(get_parallel().tp_size), config.get_num_kv_heads(get_parallel().tp_size)
+        heads = config.get_num_attention_heads(tp_size()), config.get_num_kv_heads(tp_size())
         rope = LayerRope(torch.zeros(NO_ROTATION), 1, True, runner.device)
         self.layers = dict.fromkeys(range(num_layers), AttentionLayer(*heads, config.head_dim, rope))
         logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
@@ -114,9 +114,7 @@ def leave_room(original: Callable, configurator: Any, token_capacity: int) -> in
 
 
 def plans_to_resize(original: Callable, args: Any) -> bool:
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    """Around `ServerArgs.post_capture_kv_sizing_planned`: the pools are sized once, before graphs are captured."""
+    """Around `post_capture_kv_sizing_planned`: the pools are sized once, before graphs are captured."""
     return original(args) and not num_cross_layers(model_config_of(args))
 
 
@@ -131,7 +129,17 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
-    Hook(f"{_CONFIGURATOR}._apply_token_constraints", leave_room, "AROUND"),
-    Hook("sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned", plans_to_resize, "AROUND"),
-    Hook("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE"),
+    feature(
+        f"{_CONFIGURATOR}._apply_token_constraints",
+        leave_room,
+        "AROUND",
+        "the pool of encoded chunks gets its share of the memory",
+    ),
+    feature(
+        "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
+        plans_to_resize,
+        "AROUND",
+        "the pools of Comb models keep their size",
+    ),
+    feature("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE", "Comb models"),
 )

@@ -1,28 +1,47 @@
 """Comb, a Llama that reads chunks through an encoder, composed of SGLang's layers.
 
 The encoder encodes each chunk separately. The output of each of its layers is projected to the keys and values of one
-cross layer, which precedes one of the decoder's layers. The decoder reads only the text and is an unchanged Llama:
-tokens of requests without chunks skip the cross layers. Weights are named as in the public models.
+cross layer, which precedes one of the decoder's layers. The decoder reads only the text. But for the cross layers,
+which tokens of requests without chunks skip, it is a Llama. Weights are named as in the public models.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedParallelGroup, RowParallelLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.auto_loader import STANDARD_GATE_UP_MAPPING, STANDARD_QKV_MAPPING
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.model.comb_config import CROSS, DECODER, ENCODER, CombLlamaConfig
+
+
+class Layer(LlamaDecoderLayer):
+    """A Llama layer that takes and returns its residual. SGLang's own keep it to themselves, where no cross layer could
+    read it."""
+
+    def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
+        super().__init__(config, index, quant_config=quant_config, prefix=prefix, stage_boundaries=False)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, forward_batch: Any, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions=positions, hidden_states=hidden, forward_batch=forward_batch)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
 
 
 class ChunkAttention(nn.Module):
@@ -40,11 +59,9 @@ class ChunkAttention(nn.Module):
         return rows.attend(q, k, v, self.scaling).flatten(1)
 
 
-def _kv_partition(num_kv_heads: int) -> dict[str, int]:
-    """A tensor-parallel rank's part of the KV heads. If there are fewer heads than ranks, several share a part."""
-    parallel = get_parallel()
-    num_parts = min(parallel.tp_size, num_kv_heads)
-    return {"tp_rank": parallel.tp_rank * num_parts // parallel.tp_size, "tp_size": num_parts}
+def _kv_partition(num_kv_heads: int) -> ReplicatedParallelGroup:
+    """How tensor-parallel ranks share the KV heads. If there are fewer heads than ranks, several have the same."""
+    return ReplicatedParallelGroup("tp", max(1, tp_size() // num_kv_heads))
 
 
 class ChunkModel(nn.Module):
@@ -54,8 +71,7 @@ class ChunkModel(nn.Module):
         super().__init__()
         count, kv_size = len(config.cross_attention_layers), config.num_key_value_heads * config.head_dim
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, i, quant_config=quant_config, prefix=add_prefix(f"layers.{i}", prefix))
-            for i in range(count)
+            Layer(config, i, quant_config, add_prefix(f"layers.{i}", prefix)) for i in range(count)
         )
         for layer in self.layers:
             layer.self_attn.attn = ChunkAttention(layer.self_attn.attn)
@@ -68,7 +84,7 @@ class ChunkModel(nn.Module):
                     bias=False,
                     quant_config=quant_config,
                     prefix=add_prefix(f"{name}.{i}", prefix),
-                    **_kv_partition(config.num_key_value_heads),
+                    parallel_group=_kv_partition(config.num_key_value_heads),
                 )
                 for i in range(count)
             )
@@ -127,13 +143,68 @@ class CrossLayer(nn.Module):
         return x + self.cross_attn_mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
 
 
-class CombLlamaForConditionalGeneration(nn.Module):
-    """The decoder with its cross layers, and the encoder of chunks.
+class Decoder(nn.Module):
+    """The decoder's embedding and layers, with cross layers before some of them.
 
     reader: attends to the chunks of a batch. Without one, if chunks are not reused, cross layers are skipped.
     """
 
     reader: CrossReader | None = None
+
+    def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None, prefix: str):
+        super().__init__()
+        self.places = list(config.cross_attention_layers)
+        self.start_layer, self.end_layer = 0, config.num_hidden_layers  # of this pipeline rank, for SGLang
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=add_prefix("embed_tokens", prefix)
+        )
+        self.layers = nn.ModuleList(
+            Layer(config, i, quant_config, add_prefix(f"layers.{i}", prefix)) for i in range(config.num_hidden_layers)
+        )
+        self.cross_layers = nn.ModuleList(
+            CrossLayer(config, i, quant_config, add_prefix(f"cross_layers.{i}", prefix))
+            for i in range(len(self.places))
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        pp_proxy_tensors: None = None,
+    ) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids) if input_embeds is None else input_embeds, None
+        cross_layers = dict(zip(self.places, self.cross_layers, strict=True))
+        for i, layer in enumerate(self.layers):
+            if i in cross_layers:
+                hidden, residual = self._read_chunks(cross_layers[i], hidden, residual)
+            hidden, residual = layer(positions, hidden, forward_batch, residual)
+        return self.norm(hidden, residual)[0]
+
+    def _read_chunks(
+        self, cross: CrossLayer, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden` and `residual` after `cross`, changed only for tokens that read chunks.
+
+        Layers normalize the sum of the two before rounding it. For other tokens they stay separate, so that their
+        results are bit-identical to those in a batch without chunks.
+        """
+        reader = self.reader
+        if reader is None or (readers := reader.readers()) is None:
+            return hidden, residual
+        states = hidden if residual is None else hidden + residual
+        return readers.replace(states, lambda x: cross(x, reader), hidden, residual)
+
+
+class LanguageModel(LlamaForCausalLM):
+    def _init_model(self, config: CombLlamaConfig, quant_config: Any = None, prefix: str = "") -> Decoder:
+        return Decoder(config, quant_config, prefix)
+
+
+class CombLlamaForConditionalGeneration(nn.Module):
+    """The decoder with its cross layers, and the encoder of chunks."""
 
     def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None = None, prefix: str = ""):
         """Raises ValueError if cross layers are not before layers of the decoder, in ascending order."""
@@ -143,13 +214,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
             raise ValueError(f"cross_attention_layers must be of layers 0 to {num_layers - 1}, ascending: {places}")
         self.config = config
         self.loaded: set[str] = set()  # weights of the encoder and the cross layers
-        self.language_model = LlamaForCausalLM(config, quant_config, add_prefix("language_model", prefix))
-        decoder = self.language_model.model
-        decoder.cross_layers = nn.ModuleList(
-            CrossLayer(config, i, quant_config, add_prefix(f"{CROSS}{i}", prefix)) for i in range(len(places))
-        )
-        for place, cross in zip(places, decoder.cross_layers, strict=True):
-            decoder.layers[place].register_forward_pre_hook(functools.partial(self._read_chunks, cross))
+        self.language_model = LanguageModel(config, quant_config, add_prefix("language_model", prefix))
         self.chunk_model = ChunkModel(config, quant_config, add_prefix("chunk_model", prefix))
 
     def forward(
@@ -161,19 +226,9 @@ class CombLlamaForConditionalGeneration(nn.Module):
     ) -> Any:
         return self.language_model(input_ids, positions, forward_batch, input_embeds)
 
-    def _read_chunks(self, cross: CrossLayer, _layer: nn.Module, arguments: tuple) -> tuple | None:
-        """A hook on the layer after `cross`: its arguments, changed only for tokens that read chunks.
-
-        SGLang's layers take `hidden` and `residual` and normalize their sum before rounding it. For other tokens the
-        two stay separate, so that their results are bit-identical to those in a batch without chunks.
-        """
-        reader = self.reader
-        if reader is None or (readers := reader.readers()) is None:
-            return None
-        positions, hidden, forward_batch, residual = arguments
-        states = hidden if residual is None else hidden + residual
-        hidden, residual = readers.replace(states, lambda x: cross(x, reader), hidden, residual)
-        return positions, hidden, forward_batch, residual
+    @property
+    def decoder(self) -> Decoder:
+        return self.language_model.model
 
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()
@@ -184,7 +239,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
 
         input_ids: int64 [n], of all chunks, concatenated.
         """
-        head_dim, cross_layers = self.config.head_dim, self.language_model.model.cross_layers
+        head_dim, cross_layers = self.config.head_dim, self.decoder.cross_layers
         kv = self.chunk_model(self.get_input_embeddings()(input_ids), rows)
         for cross, (k, v) in zip(cross_layers, kv, strict=True):
             k_norm = cross.cross_attn.k_norm

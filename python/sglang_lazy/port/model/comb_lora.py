@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.comb_config import ARCHITECTURE, CROSS, ENCODER
 
 
@@ -25,6 +25,16 @@ def check_weight(adapter: Any, name: str, *_args: Any) -> None:
 
 
 HOOKS = (
-    Hook("sglang.srt.lora.lora_manager.LoRAManager.init_lora_modules", keep_to_the_decoder, "AFTER"),
-    Hook("sglang.srt.lora.lora.LoRAAdapter._process_weight", check_weight, "BEFORE"),
+    feature(
+        "sglang.srt.lora.lora_manager.LoRAManager.init_lora_modules",
+        keep_to_the_decoder,
+        "AFTER",
+        "LoRA adapters of Comb models change the decoder alone",
+    ),
+    feature(
+        "sglang.srt.lora.lora.LoRAAdapter._process_weight",
+        check_weight,
+        "BEFORE",
+        "LoRA adapters that do not fit a Comb model are refused",
+    ),
 )

@@ -7,7 +7,6 @@ KV of every token has a slot that kernels can read, and if a row of `req_to_toke
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -17,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.comb import num_cross_layers
 from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.rope import INV_FREQ
@@ -83,68 +83,67 @@ class Unfit(ValueError):
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:
-    """Reasons in the server's flags, found before the model is loaded."""
-    args.resolve_once()
-    args = resolved_view(args)
+    """Reasons in the server's flags, which are resolved, found before the model is loaded."""
+    flags = flags_of(args)
     wanted = {
-        f"page size {args.page_size}: chunks of any length pack without padding only at --page-size 1": (
-            args.page_size not in (None, 1)
+        f"page size {flags.page_size}: chunks of any length pack without padding only at --page-size 1": (
+            flags.page_size not in (None, 1)
         ),
-        "--disable-radix-cache: chunks live in the radix cache": args.disable_radix_cache,
-        "speculative decoding: draft tokens have no linked attention": args.speculative_algorithm is not None,
-        "prefill-decode disaggregation: linked rows are not transferred": args.disaggregation_mode != "null",
-        "pipeline parallelism: fills are published by the rank that launches them": args.pp_size > 1,
-        "data-parallel attention: ranks would have to agree on fills": args.attn_dp_size > 1,
+        "--disable-radix-cache: chunks live in the radix cache": flags.disable_radix_cache,
+        "speculative decoding: draft tokens have no linked attention": flags.speculative_algorithm is not None,
+        "prefill-decode disaggregation: linked rows are not transferred": flags.disaggregation_mode != "null",
+        "pipeline parallelism: fills are published by the rank that launches them": flags.pp_size > 1,
+        "data-parallel attention: ranks would have to agree on fills": flags.attn_dp_size > 1,
         "context parallelism (--attn-cp-size, --enable-prefill-cp, --dcp-size): no rank has a row's tokens and KV": (
-            args.attn_cp_size > 1 or args.enable_prefill_cp or args.dcp_size > 1
+            flags.attn_cp_size > 1 or flags.enable_prefill_cp or flags.dcp_size > 1
         ),
-        "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
-        "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
+        "two-batch overlap: it splits the batch the segments belong to": flags.enable_two_batch_overlap,
+        "pd-multiplexing: it runs two attention backends at once": flags.enable_pdmux,
         "--cuda-graph-backend-prefill full: such graphs replay SGLang's own attention, without linked rows": (
-            args.cuda_graph_config.prefill.backend == Backend.FULL  # however it was asked for
+            flags.cuda_graph_config.prefill.backend == Backend.FULL  # however it was asked for
         ),
-        **_unfit_tiers(args),
-        "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
-        "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
-        "session radix cache: it replaces the radix cache": args.enable_session_radix_cache,
-        "--enable-unified-memory: the slots in a row are not where the KV is": args.enable_unified_memory,
-        "deterministic inference: linked attention has no fixed split size": args.enable_deterministic_inference,
+        **_unfit_tiers(flags),
+        "LMCache and FlexKV: they replace the radix cache": flags.enable_lmcache or flags.enable_flexkv,
+        "streaming sessions: their slots are not in the tree": flags.enable_streaming_session,
+        "session radix cache: it replaces the radix cache": flags.enable_session_radix_cache,
+        "--enable-unified-memory: the slots in a row are not where the KV is": flags.enable_unified_memory,
+        "deterministic inference: linked attention has no fixed split size": flags.enable_deterministic_inference,
         "eviction policy 'mru': the eviction heap needs priorities that only grow": (
-            args.radix_eviction_policy == "mru"
+            flags.radix_eviction_policy == "mru"
         ),
         "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
-            args.quantization_param_path is not None
+            flags.quantization_param_path is not None
         ),
         "several tokenizer workers with --api-key or --admin-api-key: SGLang's workers do not check keys": (
-            args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key)
+            flags.tokenizer_worker_num > 1 and bool(flags.api_key or flags.admin_api_key)
         ),
-        "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
+        "diffusion language models: they do not decode from left to right": flags.dllm_algorithm is not None,
         "the Rust server: its requests bypass the plugin": envs.SGLANG_RUST_SERVER.get(),
-        "the gRPC server: its requests bypass the plugin": args.smg_grpc_mode or args.grpc_mode,
-        "Ray: its scheduler actors load no plugins": args.use_ray,
-        "--encoder-only: nothing is generated": args.encoder_only,
+        "the gRPC server: its requests bypass the plugin": flags.smg_grpc_mode or flags.grpc_mode,
+        "Ray: its scheduler actors load no plugins": flags.use_ray,
+        "--encoder-only: nothing is generated": flags.encoder_only,
         "SGLANG_RADIX_FORCE_MISS: a linked row cannot miss its chunks": envs.SGLANG_RADIX_FORCE_MISS.get(),
-        "--radix-cache-backend: another cache was chosen": args.radix_cache_backend not in (None, "lazy"),
+        "--radix-cache-backend: another cache was chosen": flags.radix_cache_backend not in (None, "lazy"),
     }
     return [reason for reason, applies in wanted.items() if applies]
 
 
-def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
+def _unfit_tiers(flags: Any) -> dict[str, bool]:
     """Reasons in the flags of the hierarchical cache."""
     wanted = {
         "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
-            args.hicache_write_policy == "write_back"
+            flags.hicache_write_policy == "write_back"
         ),
-        f"--hicache-storage-backend {args.hicache_storage_backend}: it stores only pages of the host's memory (use "
-        f"{', '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
+        f"--hicache-storage-backend {flags.hicache_storage_backend}: it stores only pages of the host's memory (use "
+        f"{', '.join(STORAGE_BACKENDS)})": flags.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
         "--hicache-io-backend direct: the scheduler would wait for the device to tell it which slots to copy": (
-            args.hicache_io_backend == "direct"
+            flags.hicache_io_backend == "direct"
         ),
-        f"--hicache-mem-layout {args.hicache_mem_layout}: at page size 1 the host's memory is laid out by layers": (
-            args.hicache_mem_layout not in ("layer_first", "page_first")  # SGLang's default is the latter
+        f"--hicache-mem-layout {flags.hicache_mem_layout}: at page size 1 the host's memory is laid out by layers": (
+            flags.hicache_mem_layout not in ("layer_first", "page_first")  # SGLang's default is the latter
         ),
     }
-    return {reason: args.enable_hierarchical_cache and applies for reason, applies in wanted.items()}
+    return {reason: flags.enable_hierarchical_cache and applies for reason, applies in wanted.items()}
 
 
 def architecture(runner: Any) -> str:
@@ -157,10 +156,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
 
     untested: whether architectures outside TESTED are allowed.
     """
-    config, args = runner.model_config, runner.server_args
-    reasons = []
-    args = resolved_view(args)
-    backends = {args.attention_backend, *attention_backends_of(args)}
+    config, reasons = runner.model_config, []
+    backends = attention_backends(runner.server_args)
     if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
         known = ", ".join(ATTENTION_BACKENDS)
         reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")
@@ -195,13 +192,13 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
 
 def _unfit_comb(runner: Any) -> dict[str, bool]:
     """Reasons in the flags for a model that reads chunks through an encoder."""
-    args = runner.server_args
+    flags = flags_of(runner.server_args)
     return {
         "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
-            bool(args.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
+            bool(flags.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
         ),
         "--enable-torch-compile: it would compile layers without the cross layers before them": (
-            args.enable_torch_compile
+            flags.enable_torch_compile
         ),
     }
 
@@ -258,7 +255,7 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
 def _unfit_pools(runner: Any) -> list[str]:
     """Reasons in the KV pools of an otherwise supported model."""
     pool = runner.token_to_kv_pool
-    if isinstance(pool, SWAKVPool) and runner.server_args.enable_hierarchical_cache:
+    if isinstance(pool, SWAKVPool) and flags_of(runner.server_args).enable_hierarchical_cache:
         return ["--enable-hierarchical-cache: it copies one pool, and heads of two shapes take two"]
     for attn, _ in attention_layers(runner.model):
         heads, kept = [attn.tp_k_head_num, attn.qk_head_dim], list(pool.get_key_buffer(attn.layer_id).shape[1:])

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
+
+from sglang_lazy.port.facts import tp_rank, tp_size
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by element size in bytes."""
@@ -29,7 +30,7 @@ def model_identity(runner: Any) -> bytes:
     """
     config = {**runner.model_config.hf_config.to_dict(), "_name_or_path": None, "transformers_version": None}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    digest.update(repr((str(runner.kv_cache_dtype), get_parallel().tp_rank, get_parallel().tp_size)).encode())
+    digest.update(repr((str(runner.kv_cache_dtype), tp_rank(), tp_size())).encode())
     _add_weights(digest, _weights(runner.model))
     return digest.digest()
 

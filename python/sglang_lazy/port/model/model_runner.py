@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -21,7 +20,8 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.facts import flags_of, pass_of, tp_size
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
@@ -34,14 +34,6 @@ from sglang_lazy.port.model.probing import probing
 logger = logging.getLogger(__name__)
 
 
-def link_variant(stock: str | None) -> str:
-    """The variant label of decode graphs for batches with linked rows.
-
-    stock: SGLang's label for the same batch, None unless it has several variants: with and without LoRA adapters.
-    """
-    return "link" if stock is None else f"link {stock}"
-
-
 def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `ModelConfig.from_server_args`: if chunks may be reused, let window layers keep the KV of all tokens with
     the host tier, which copies one pool, and if all layers have windows. One pool needs heads of one shape."""
@@ -49,7 +41,7 @@ def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) 
     if not config.is_hybrid_swa or not may_fit:
         return
     shapes = (config.head_dim, config.get_num_kv_heads(1)), (config.swa_head_dim, config.get_swa_num_kv_heads(1))
-    needs_one_pool = server_args.enable_hierarchical_cache or not config.full_attention_layer_ids
+    needs_one_pool = flags_of(server_args).enable_hierarchical_cache or not config.full_attention_layer_ids
     if needs_one_pool and shapes[0] == shapes[1]:
         logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
         config.disable_hybrid_swa_memory = True
@@ -132,7 +124,7 @@ def server_traits(runner: Any) -> ServerTraits:
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
         # In a batch that mixes prefill and decode, the pass would end for both.
-        partial_pass=runner.model_config.num_hidden_layers > 1 and not runner.server_args.enable_mixed_chunk,
+        partial_pass=runner.model_config.num_hidden_layers > 1 and not flags_of(runner.server_args).enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
         cross_attention=num_cross_layers(runner.model_config) > 0,
@@ -175,28 +167,18 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         batch.tree_cache.store.counts.batches[mode, involved] += 1
     if not involved and table.stock_attends:
         return original(worker, batch, *args, **kwargs)
-    if batch.forward_mode.is_decode():
-        # Decode steps do not wait for loads: they run after the extend of their rows, which did.
-        nodes = (node for req in batch.reqs if linked(req) is not None for node in req.last_node.chunks.nodes)
-        assert batch.tree_cache.store.tree.started(nodes), "a decode step would read what is loading"
-    if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
-        wait_for_loads(batch, runner)
+    if table.loads is not None and any(
+        state.needs_resident for req in batch.reqs if (state := linked(req)) is not None
+    ):
+        table.loads.wait_all()  # attention waits for its own layer, but these read KV before it does
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
     separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
+    current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
-
-
-def wait_for_loads(batch: Any, runner: Any) -> None:
-    """Let the kernels launched next wait for all layers that are loaded with a batch. Attention waits only for its own
-    layer, but some passes do not run all layers, and some read KV before attention does."""
-    if batch.hicache_consumer_index >= 0:
-        counter = runner.token_to_kv_pool.layer_transfer_counter
-        counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
@@ -226,30 +208,6 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
             place_rows(forward_batch, batch, table.current.rows)
 
 
-def capture_one_shape(
-    original: Callable,
-    graph_runner: Any,
-    size: int,
-    forward: Any,
-    stream_idx: Any = None,
-    variant_label: Any = None,
-    *more: Any,
-) -> None:
-    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape again for linked rows."""
-    original(graph_runner, size, forward, stream_idx, variant_label, *more)
-    table = table_of(graph_runner.model_runner.req_to_token_pool)
-    if table is not None:
-        with table.running(table.batch_type()):
-            original(graph_runner, size, forward, stream_idx, link_variant(variant_label), *more)
-
-
-def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -> Any:
-    """Around `DecodeCudaGraphRunner._resolve_lora_variant`: let batches with linked rows replay their own graphs."""
-    stock = original(graph_runner, forward_batch)
-    table = table_of(graph_runner.model_runner.req_to_token_pool)
-    return stock if table is None or table.current is None else link_variant(stock)
-
-
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
     """Around `PrefillCudaGraphRunner.can_run_graph`: do not pad a large batch with chunks to the size of a graph."""
     runs = original(graph_runner, forward_batch)
@@ -268,16 +226,35 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
 def layer_time(runner: Any, num_tokens: int) -> float:
     """A lower bound of the device time for one layer of this model, in milliseconds; see `cost.layer_time`."""
     on_gpu = torch.device(runner.device).type == "cuda"
-    return cost.layer_time(num_tokens, runner.model_config.hidden_size, get_parallel().tp_size, on_gpu)
+    return cost.layer_time(num_tokens, runner.model_config.hidden_size, tp_size(), on_gpu)
 
 
 _RUNNERS = "sglang.srt.model_executor.runner"
-_DECODE_GRAPHS = f"{_RUNNERS}.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 HOOKS = (
-    Hook("sglang.srt.configs.model_config.ModelConfig.from_server_args", keep_all_tokens, "AFTER"),
-    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward_batch_generation, "AROUND"),
-    Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", init_new, "AFTER"),
-    Hook(f"{_DECODE_GRAPHS}.capture_one_shape", capture_one_shape, "AROUND"),
-    Hook(f"{_DECODE_GRAPHS}._resolve_lora_variant", resolve_variant, "AROUND"),
-    Hook(f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph", can_run_prefill_graph, "AROUND"),
+    feature(
+        "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+        keep_all_tokens,
+        "AFTER",
+        "window layers keep the KV of all tokens where one pool serves all layers",
+    ),
+    required(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        forward_batch_generation,
+        "AROUND",
+        "scheduler",
+        "forward passes know the linked rows of their batch",
+    ),
+    required(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        init_new,
+        "AFTER",
+        "scheduler",
+        "tokens of linked rows have their own positions",
+    ),
+    feature(
+        f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        can_run_prefill_graph,
+        "AROUND",
+        "batches that prefill graphs do not fit run without",
+    ),
 )

@@ -1,6 +1,5 @@
 """The forward passes of probes, and the measurements taken in them."""
 
-from sglang.srt.runtime_context import get_parallel
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,8 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.state import as_linked, linked
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.facts import tp_size
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import KeysStored
 
 _MEASURES: dict[Measure, Callable] = {"deviation": measure_deviation, "key size": measure_key_size}
@@ -42,12 +42,12 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
         state = as_linked(req)
         if req is not batch.chunked_req and state.probe is not None:
             for name in _MEASURES.keys() & state.policy.probes:
-                _MEASURES[name](req, table.model, batch.tree_cache.rows, reduce)
+                _MEASURES[name](req, req.last_node.chunks, table.model, batch.tree_cache.rows, reduce)
             state.probe.send()
 
 
 def _all_reduce(runner: Any) -> AllReduce:
-    return get_tp_group().all_reduce if get_parallel().tp_size > 1 else lambda tensor: tensor
+    return get_tp_group().all_reduce if tp_size() > 1 else lambda tensor: tensor
 
 
 def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,4 +58,11 @@ def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any
         return LogitsProcessorOutput(next_token_logits=None)
 
 
-HOOKS = (Hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute", end_at_keys, "AROUND"),)
+HOOKS = (
+    feature(
+        "sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute",
+        end_at_keys,
+        "AROUND",
+        "passes of probes that end at the keys of a layer",
+    ),
+)

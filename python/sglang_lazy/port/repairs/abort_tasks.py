@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.background import BackgroundTask
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 SECONDS = 2
 _BEGUN = "_sglang_lazy_begun"
@@ -37,6 +37,18 @@ def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
-    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", begin, "AFTER"),
-    Hook(f"{_TOKENIZER_MANAGER}.create_abort_task", create_abort_task, "AROUND"),
+    repair(
+        f"{_TOKENIZER_MANAGER}._init_req_state",
+        begin,
+        "AFTER",
+        "a stream that has ended aborts nobody else's request",
+        "SGLang's task knows whether its request still runs",
+    ),
+    repair(
+        f"{_TOKENIZER_MANAGER}.create_abort_task",
+        create_abort_task,
+        "AROUND",
+        "a stream that has ended aborts nobody else's request",
+        "SGLang's task knows whether its request still runs",
+    ),
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 POLL = 0.02
 """Seconds between two looks at the states of requests while an adapter waits to be unloaded."""
@@ -68,12 +68,42 @@ async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: A
 _REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 HOOKS = (
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.init_lora", show_states, "AFTER"),
-    Hook(f"{_REGISTRY}.acquire", acquire, "AROUND"),
-    Hook(f"{_REGISTRY}.release", release, "AROUND"),
-    Hook(f"{_REGISTRY}.wait_for_unload", wait_for_unload, "AROUND"),
+    repair(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_lora",
+        show_states,
+        "AFTER",
+        "uses of LoRA adapters are known from the requests",
+        "SGLang counts down however a request ends",
+    ),
+    repair(
+        f"{_REGISTRY}.acquire",
+        acquire,
+        "AROUND",
+        "uses of LoRA adapters are known from the requests",
+        "SGLang counts down however a request ends",
+    ),
+    repair(
+        f"{_REGISTRY}.release",
+        release,
+        "AROUND",
+        "uses of LoRA adapters are known from the requests",
+        "SGLang counts down however a request ends",
+    ),
+    repair(
+        f"{_REGISTRY}.wait_for_unload",
+        wait_for_unload,
+        "AROUND",
+        "unloading a LoRA adapter ends",
+        "SGLang counts down however a request ends",
+    ),
     *(
-        Hook(f"{_CONTROL}.{change}", refuse_with_workers, "AROUND")
+        repair(
+            f"{_CONTROL}.{change}",
+            refuse_with_workers,
+            "AROUND",
+            "no adapter is loaded for one of several tokenizer workers alone",
+            "SGLang's workers share a registry",
+        )
         for change in ("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter")
     ),
 )

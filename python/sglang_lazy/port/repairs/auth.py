@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.utils.auth import AuthDecision
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 
 def decide(original: Callable, **request: Any) -> AuthDecision:
@@ -19,4 +19,12 @@ def decide(original: Callable, **request: Any) -> AuthDecision:
         return AuthDecision(allowed=False)
 
 
-HOOKS = (Hook("sglang.srt.utils.auth.decide_request_auth", decide, "AROUND"),)
+HOOKS = (
+    repair(
+        "sglang.srt.utils.auth.decide_request_auth",
+        decide,
+        "AROUND",
+        "API keys that are not ASCII",
+        "SGLang compares keys as bytes",
+    ),
+)

@@ -9,7 +9,7 @@ Can go once SGLang escapes what it logs.
 import logging
 from typing import Any
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 _LINE_BREAKS = dict.fromkeys((*range(0x0A, 0x0E), 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029), "\n    ")
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F) if chr(code) != "\t"} | _LINE_BREAKS
@@ -31,4 +31,12 @@ def indent_lines(_result: Any, *_args: Any, **_kwargs: Any) -> None:
             handler.setFormatter(_Indented(handler.formatter or logging.Formatter()))
 
 
-HOOKS = (Hook("sglang.srt.utils.common.configure_logger", indent_lines, "AFTER"),)
+HOOKS = (
+    repair(
+        "sglang.srt.utils.common.configure_logger",
+        indent_lines,
+        "AFTER",
+        "clients cannot forge lines of the log",
+        "SGLang escapes what it logs",
+    ),
+)

@@ -26,7 +26,7 @@ from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 _POSTPONED = "_sglang_lazy_postponed"
 """Attribute of a scheduler with messages to handle again in a later step."""
@@ -204,16 +204,63 @@ _NEED_IDLE = (
     "update_weights_from_tensor",
 )
 HOOKS = (
-    Hook(f"{_SCHEDULER}.init_request_dispatcher", guard, "AFTER"),
-    Hook(f"{_SCHEDULER}.process_input_requests", handle_postponed, "AFTER"),
-    Hook(f"{_SCHEDULER}.set_internal_state", check_updated, "AFTER"),
-    *(Hook(f"{_UPDATER}.{name}", when_idle, "AROUND") for name in _NEED_IDLE),
-    Hook(f"{_UPDATER}.release_memory_occupation", check_held, "BEFORE"),
-    Hook(f"{_UPDATER}.resume_memory_occupation", check_released, "BEFORE"),
-    Hook(
+    repair(
+        f"{_SCHEDULER}.init_request_dispatcher",
+        guard,
+        "AFTER",
+        "an operator's failing message does not end the scheduler",
+        "SGLang answers errors of these messages",
+    ),
+    repair(
+        f"{_SCHEDULER}.process_input_requests",
+        handle_postponed,
+        "AFTER",
+        "messages that need an idle scheduler wait for it",
+        "SGLang postpones them",
+    ),
+    repair(
+        f"{_SCHEDULER}.set_internal_state",
+        check_updated,
+        "AFTER",
+        "internal state that cannot be set is an error",
+        "SGLang answers errors of these messages",
+    ),
+    *(
+        repair(
+            f"{_UPDATER}.{name}",
+            when_idle,
+            "AROUND",
+            "weight updates wait for an idle scheduler",
+            "SGLang postpones or refuses them",
+        )
+        for name in _NEED_IDLE
+    ),
+    repair(
+        f"{_UPDATER}.release_memory_occupation",
+        check_held,
+        "BEFORE",
+        "memory that was released before is an error",
+        "SGLang answers errors of these messages",
+    ),
+    repair(
+        f"{_UPDATER}.resume_memory_occupation",
+        check_released,
+        "BEFORE",
+        "memory that was not released is an error",
+        "SGLang answers errors of these messages",
+    ),
+    repair(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
         init_communicators,
         "AFTER",
+        "operators get the errors of their messages",
+        "SGLang answers errors of these messages",
     ),
-    Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", call, "AROUND"),
+    repair(
+        "sglang.srt.managers.communicator.FanOutCommunicator.__call__",
+        call,
+        "AROUND",
+        "operators get the errors of their messages",
+        "SGLang answers errors of these messages",
+    ),
 )

@@ -7,7 +7,7 @@ Can go once SGLang iterates over a copy, and without recursion.
 from collections.abc import Callable
 from typing import Any
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 
 def drop_turns(session: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -33,6 +33,18 @@ def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
 
 _SESSIONS = "sglang.srt.session.session_controller"
 HOOKS = (
-    Hook(f"{_SESSIONS}.Session.create_req", drop_turns, "BEFORE"),
-    Hook(f"{_SESSIONS}.SessionReqNode.clear", clear, "AROUND"),
+    repair(
+        f"{_SESSIONS}.Session.create_req",
+        drop_turns,
+        "BEFORE",
+        "replaced turns of a session do not end the scheduler",
+        "SGLang iterates over a copy",
+    ),
+    repair(
+        f"{_SESSIONS}.SessionReqNode.clear",
+        clear,
+        "AROUND",
+        "long sessions can be cut",
+        "SGLang clears them without recursion",
+    ),
 )

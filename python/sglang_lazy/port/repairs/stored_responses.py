@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_lazy.core.remembered import Remembered, deep_size
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 
 CAPACITY = 1 << 28
 """256 MiB."""
@@ -41,4 +41,12 @@ def bound(_result: Any, serving: Any, *_args: Any, **_kwargs: Any) -> None:
     serving.response_store, serving.msg_store = Field(records, "response"), Field(records, "messages")
 
 
-HOOKS = (Hook("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.__init__", bound, "AFTER"),)
+HOOKS = (
+    repair(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
+        bound,
+        "AFTER",
+        "stored responses take bounded memory",
+        "SGLang bounds them",
+    ),
+)

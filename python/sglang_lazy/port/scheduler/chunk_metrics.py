@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_lazy.chunks.counts import Census
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 
 COUNTERS = {
     "chunk_references": ("num_references", "chunks in prompts that began to run"),
@@ -171,9 +171,14 @@ def observe_one_finished_request(
 
 _COLLECTORS = "sglang.srt.observability.metrics_collector"
 HOOKS = (
-    Hook(f"{_COLLECTORS}.SchedulerMetricsCollector.log_stats", log_stats, "AFTER"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", on_idle, "BEFORE"),
-    Hook(
-        f"{_COLLECTORS}.TokenizerMetricsCollector.observe_one_finished_request", observe_one_finished_request, "AROUND"
+    feature(f"{_COLLECTORS}.SchedulerMetricsCollector.log_stats", log_stats, "AFTER", "metrics of chunks"),
+    feature(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle", on_idle, "BEFORE", "metrics of chunks while nothing runs"
+    ),
+    feature(
+        f"{_COLLECTORS}.TokenizerMetricsCollector.observe_one_finished_request",
+        observe_one_finished_request,
+        "AROUND",
+        "reused chunks are a source of cached tokens of their own",
     ),
 )

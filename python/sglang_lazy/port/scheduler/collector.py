@@ -8,7 +8,7 @@ them.
 import gc
 from typing import Any
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.scheduler.steps import admission_of
 
 COLLECTIONS = 2
@@ -31,4 +31,7 @@ def on_idle(scheduler: Any) -> None:
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (Hook(f"{_SCHEDULER}.__init__", set_aside, "AFTER"), Hook(f"{_SCHEDULER}.on_idle", on_idle, "BEFORE"))
+HOOKS = (
+    feature(f"{_SCHEDULER}.__init__", set_aside, "AFTER", "garbage collection does not visit what stays"),
+    feature(f"{_SCHEDULER}.on_idle", on_idle, "BEFORE", "garbage is collected when nobody waits"),
+)

@@ -9,17 +9,23 @@ from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, PickleWrapper, hook_custom_types, unwrap_from_pickle, wrap_as_pickle
-from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.facts import dp_rank, dp_size
+from sglang_lazy.port.hooks import required, unused
+
+UNUSED_HOOKS = "unused hooks"
+"""The verb that asks for the required hooks that have not run, as `unused`."""
 
 _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 
 # mypy does not know that msgspec structs take class arguments.
 class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """verb: the action of `ChunkControl`.  arguments: its keyword arguments.  now: seconds since the epoch."""
+    """verb: the action of `ChunkControl`, or UNUSED_HOOKS.  arguments: its keyword arguments.
+
+    now: seconds since the epoch.
+    """
 
     verb: str
     arguments: PickleWrapper | dict[str, Any]
@@ -39,7 +45,7 @@ hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
 def init_communicators(_result: Any, manager: Any) -> None:
     """After `TokenizerControlMixin.init_communicators`: add ours."""
-    communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().dp_size)
+    communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, dp_size())
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
 
@@ -49,10 +55,13 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
         admission = getattr(scheduler.tree_cache, "admission", None)
-        rank = get_parallel().dp_rank or 0
+        rank = dp_rank()
         if admission is None:
             return ChunksReqOutput(answer=None, dp_rank=rank)
-        answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)
+        if message.verb == UNUSED_HOOKS:
+            answer = {"unused": unused("scheduler")}
+        else:
+            answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)
         return ChunksReqOutput(answer=wrap_as_pickle(answer), dp_rank=rank)
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
@@ -75,10 +84,18 @@ async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]
 
 
 HOOKS = (
-    Hook(
+    required(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
         init_communicators,
         "AFTER",
+        "tokenizer",
+        "messages about chunks reach the schedulers",
     ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", init_request_dispatcher, "AFTER"),
+    required(
+        "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+        init_request_dispatcher,
+        "AFTER",
+        "scheduler",
+        "schedulers answer messages about chunks",
+    ),
 )

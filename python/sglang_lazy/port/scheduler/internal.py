@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.scheduler.steps import admission_of
 
 
@@ -20,7 +20,7 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
         if admission.is_abandoned(scheduler.chunked_req):
             scheduler._pending_chunked_abort_req = scheduler.chunked_req
             scheduler.process_pending_chunked_abort()
-        admission.make_room_to_go_on(running_batch)
+        admission.make_room_to_go_on(running_batch.reqs)
     return original(scheduler, running_batch, last_batch)
 
 
@@ -32,6 +32,17 @@ def send_abort_output(send: Callable, scheduler: Any, message: Any, req: Any) ->
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
-    Hook(f"{_SCHEDULER}.send_abort_output", send_abort_output, "AROUND"),
+    required(
+        f"{_SCHEDULER}.get_next_batch_to_run",
+        get_next_batch_to_run,
+        "AROUND",
+        "scheduler",
+        "fills and probes end after their prefill",
+    ),
+    feature(
+        f"{_SCHEDULER}.send_abort_output",
+        send_abort_output,
+        "AROUND",
+        "no client hears of the end of an internal request",
+    ),
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.state import fill_of
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.repairs.operators import postpone, requests_with_rows
 from sglang_lazy.port.scheduler.steps import admission_of
 
@@ -44,6 +44,10 @@ def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    Hook(f"{_SCHEDULER}.can_schedule_lora_req", can_schedule, "AROUND"),
-    Hook(f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "AROUND"),
+    feature(
+        f"{_SCHEDULER}.can_schedule_lora_req", can_schedule, "AROUND", "a prompt waits for the adapter of its fill"
+    ),
+    feature(
+        f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "AROUND", "an unloaded adapter's chunks are forgotten"
+    ),
 )

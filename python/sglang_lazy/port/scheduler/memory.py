@@ -6,7 +6,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import retract_all
 
 from sglang_lazy.core.state import is_ahead
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import required
 from sglang_lazy.port.scheduler.steps import admission_of
 
 
@@ -29,7 +29,6 @@ def _retract_chunked(scheduler: Any) -> bool:
         return False
     retract_all(
         reqs=[req],
-        server_args=scheduler.server_args,
         req_to_token_pool=scheduler.req_to_token_pool,
         token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
         tree_cache=scheduler.tree_cache,
@@ -54,6 +53,18 @@ def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    Hook(f"{_SCHEDULER}.update_running_batch", update_running_batch, "AROUND"),
-    Hook(f"{_SCHEDULER}._abort_on_queued_limit", abort_on_queued_limit, "AROUND"),
+    required(
+        f"{_SCHEDULER}.update_running_batch",
+        update_running_batch,
+        "AROUND",
+        "scheduler",
+        "pins end before a running request is aborted for memory",
+    ),
+    required(
+        f"{_SCHEDULER}._abort_on_queued_limit",
+        abort_on_queued_limit,
+        "AROUND",
+        "scheduler",
+        "chunks computed ahead of use take no places in the queue",
+    ),
 )

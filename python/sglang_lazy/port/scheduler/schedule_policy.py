@@ -6,7 +6,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD, AddReqResult
 
 from sglang_lazy.core.state import is_internal, linked, stand_in
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import feature, required
 
 
 def calc_priority(
@@ -19,7 +19,7 @@ def calc_priority(
         return original(policy, waiting_queue, running_batch, **kwargs)
     with policy.tree_cache.ranking():
         original(policy, waiting_queue, running_batch, **kwargs)
-    admission.show(waiting_queue, running_batch)
+    admission.show(waiting_queue, running_batch.reqs)
 
 
 def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[Any], *_args: Any) -> set[str]:
@@ -70,8 +70,30 @@ def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool,
 
 _MODULE = "sglang.srt.managers.schedule_policy"
 HOOKS = (
-    Hook(f"{_MODULE}.SchedulePolicy.calc_priority", calc_priority, "AROUND"),
-    Hook(f"{_MODULE}.SchedulePolicy._compute_prefix_matches", compute_prefix_matches, "AFTER"),
-    Hook(f"{_MODULE}.PrefillAdder.add_one_req", add_one_req, "AROUND"),
-    Hook(f"{_MODULE}.PrefillAdder.preempt_to_schedule", preempt_to_schedule, "AROUND"),
+    required(
+        f"{_MODULE}.SchedulePolicy.calc_priority",
+        calc_priority,
+        "AROUND",
+        "scheduler",
+        "batch formation sees what can run, fills before their parents",
+    ),
+    feature(
+        f"{_MODULE}.SchedulePolicy._compute_prefix_matches",
+        compute_prefix_matches,
+        "AFTER",
+        "chunks do not count as prefixes that others will compute",
+    ),
+    required(
+        f"{_MODULE}.PrefillAdder.add_one_req",
+        add_one_req,
+        "AROUND",
+        "scheduler",
+        "a batch ends after a fill that fits only in part",
+    ),
+    feature(
+        f"{_MODULE}.PrefillAdder.preempt_to_schedule",
+        preempt_to_schedule,
+        "AROUND",
+        "nobody is preempted for fills and their parents",
+    ),
 )

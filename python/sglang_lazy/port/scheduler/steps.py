@@ -6,7 +6,6 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
@@ -17,8 +16,9 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy, policy_elsewhere
-from sglang_lazy.port.cache.radix import LazyRadixCache
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.facts import SchedulerFacts, dp_rank
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
 from sglang_lazy.port.repairs.operators import pause_empties_queue
@@ -26,7 +26,7 @@ from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.encoder import EncoderProducer
-from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer, max_fill_tokens
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
 
 def admission_of(scheduler: Any) -> ChunkAdmission | None:
@@ -36,7 +36,7 @@ def admission_of(scheduler: Any) -> ChunkAdmission | None:
 
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `Scheduler.__init__`: attach admission to a cache that can hold chunks."""
-    if isinstance(scheduler.tree_cache, LazyRadixCache):
+    if type(scheduler.tree_cache) is CompositeCache:  # it says itself that it is SGLang's own
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
         check_default_preamble(config.default_link, preamble, scheduler.model_config.context_len)
@@ -49,9 +49,9 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             config.max_pinned,
             new_encoder(runner, max_fill_tokens(scheduler)),
         )
-        chunks: Any = scheduler.tree_cache.store.tree
-        chunks.forward_stream = scheduler.tree_cache.forward_stream = scheduler.forward_stream
-        scheduler.tree_cache.admission.control.dp_rank = get_parallel().dp_rank or 0
+        if (tiers := scheduler.tree_cache.tiers) is not None:
+            tiers.transfers.forward_stream = scheduler.forward_stream
+        scheduler.tree_cache.admission.control.dp_rank = dp_rank()
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
@@ -64,32 +64,36 @@ def new_admission(
     max_pinned: float = LazyConfig.max_pinned,
     encode: Callable[[Sequence[Encoding]], None] | None = None,
 ) -> ChunkAdmission:
-    """Admission for a scheduler whose tree cache is a `LazyRadixCache`.
+    """Admission for a scheduler whose tree cache is a `CompositeCache`.
 
     max_pinned: a share of the chunks' pool.
     encode: computes chunks that have their own pool.
     """
-    rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
+    rows, new_request, facts = scheduler.tree_cache.rows, internal_requests(scheduler), SchedulerFacts(scheduler)
     limits = Limits(
-        pool_size=rows.tree.device_memory["size"],
-        chunk_pool_size=rows.chunk_allocator.size,
+        pool_size=rows.device.size,
+        chunk_pool_size=rows.store.device.size,
         context_len=scheduler.model_config.context_len,
         max_chunks=max_chunks,
         traits=traits or ServerTraits(),
         neutral_preamble=preamble or array("q"),
-        windows=rows.tree.window_memory,
+        windows=rows.device.windows,
         max_fill_tokens=max_fill_tokens(scheduler),
     )
     producer: Producer
     if encode is None:
-        sign = 1 if scheduler.schedule_low_priority_values_first else -1
-        producer = FillProducer(rows.store.pending, new_request, max_fill_tokens(scheduler), sign)
+        producer = FillProducer(rows.store.pending, facts, new_request, limits.max_fill_tokens)
     else:
-        allocate, free = rows.store.tree.rows.allocate, rows.chunk_allocator.free
-        producer = EncoderProducer(rows.store.pending, max_fill_tokens(scheduler), allocate, free, encode)
-    arrival = Arrival(rows.store, limits, new_request)
-    budget = int(max_pinned * rows.chunk_allocator.size)
-    return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+        device, most = rows.store.device, limits.max_fill_tokens
+        producer = EncoderProducer(rows.store.pending, facts, most, device.allocate, device.free, encode)
+    arrival = Arrival(rows.store, facts, limits, new_request)
+    budget = int(max_pinned * rows.store.device.size)
+    return ChunkAdmission(facts, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+
+
+def max_fill_tokens(scheduler: Any) -> int:
+    """The most chunk tokens computed at once, except for a longer single chunk."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:
@@ -143,7 +147,7 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
     """Around `Scheduler._add_request_to_queue`, through which all requests, even retracted ones, enter the queue."""
     admission = admission_of(scheduler)
     if admission is None:
-        _refuse_chunks(req)
+        _refuse_chunks(scheduler, req)
         original(scheduler, req, *args, **kwargs)
     elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
         admission.producer.forget(req)
@@ -167,12 +171,12 @@ def _drop_layout(req: Req) -> None:
         params.custom_params = None
 
 
-def _refuse_chunks(req: Req) -> None:
+def _refuse_chunks(scheduler: Any, req: Req) -> None:
     """Without chunk reuse, refuse prompts with chunks unless their policy reuses none."""
     if req.to_finish is not None:
         return
     try:
-        layout = requested_layout(req)
+        layout = requested_layout(SchedulerFacts(scheduler), req)
         if layout is not None and policy_elsewhere(layout.link).reuses:
             raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
     except ValueError as error:
@@ -197,19 +201,25 @@ def get_new_batch_prefill_raw(
         running_batch.batch_is_full = False  # nothing else would clear it before another request ends
     admission.gave_back = False
     admission.left_out_adapters.clear()
-    largest = scheduler.max_prefill_bs
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
-    if batch is not None:
-        scheduler.max_prefill_bs = max(largest, sum(not is_internal(req) for req in batch.reqs))
+    if batch is not None and prefill_delayer_single_pass is not None:
+        _count_users_only(prefill_delayer_single_pass, sum(map(is_internal, batch.reqs)))
     shown = admission.shown or scheduler.waiting_queue
     admission.put_back()
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
         # With one pool for text and chunks, the head of the queue is admitted by now; with two, chunks may lack room.
-        if shown or admission.holders or (scheduler.waiting_queue and not admission.rows.shares_pool):
+        lacks_room = scheduler.waiting_queue and not admission.rows.shares_pool
+        if shown or admission.holders or lacks_room:
             admission.make_room()
-        scheduler.tree_cache.finish_loads()  # there is no batch to wait for them
     return batch, running_batch
+
+
+def _count_users_only(attempt: Any, num_internal: int) -> None:
+    """Leave internal requests out of the batch size that SGLang's `PrefillDelayerSinglePassExecutor` will be told:
+    later prefills may wait until that many users' requests wait."""
+    finalize = attempt.finalize
+    attempt.finalize = lambda *, actual_prefill_bs: finalize(actual_prefill_bs=actual_prefill_bs - num_internal)
 
 
 def prepare_for_extend(_result: Any, batch: Any) -> None:
@@ -218,8 +228,6 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
-    # A row's chunks are loaded no later than its first pass, an extend; decode steps, which do not wait, come later.
-    assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
     batch.tree_cache.admission.put_back()
     batch.tree_cache.admission.launch(batch)
     states = {req.kv.req_pool_idx: linked(req) for req in batch.reqs}
@@ -237,7 +245,7 @@ def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = F
         return original(scheduler, for_health_check, **kwargs)
     with pause_empties_queue(scheduler):
         idle = original(scheduler, for_health_check, **kwargs)
-    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.store.tree.is_copying)
+    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
 
 
 def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -274,8 +282,8 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
                 **hits_by_chunk(req, None),
             }
         reported = cached_tokens_details(req, state)
-        if "storage" in reported:  # a label of SGLang's metrics
-            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.store.tree.storage_name
+        if "storage" in reported:  # as SGLang reports it
+            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name
         return reported
 
     return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
@@ -309,28 +317,56 @@ def hits_by_chunk(req: Any, state: LinkedRequest | None) -> dict[str, str]:
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     """After `Scheduler.get_internal_state`: add the counts of the host tier and storage."""
-    if admission_of(scheduler) is not None:
-        tree = scheduler.tree_cache.store.tree
-        for name, report in (("lazy_host", "host_report"), ("lazy_storage", "report")):
-            if hasattr(tree, report):
-                result.internal_state[name] = getattr(tree, report).numbers()
+    if admission_of(scheduler) is not None and (tiers := scheduler.tree_cache.tiers) is not None:
+        result.internal_state |= tiers.numbers()
     return result
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    Hook(f"{_SCHEDULER}.get_internal_state", get_internal_state, "AFTER"),
-    Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
-    Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
-    Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
-    Hook(f"{_SCHEDULER}.is_fully_idle", is_fully_idle, "AROUND"),
-    Hook(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND"),
-    Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),
-    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, "AFTER"),
-    Hook(
+    feature(
+        f"{_SCHEDULER}.get_internal_state",
+        get_internal_state,
+        "AFTER",
+        "/server_info reports the host tier and storage",
+    ),
+    required(f"{_SCHEDULER}.__init__", attach_admission, "AFTER", "scheduler", "chunks are admitted to the schedule"),
+    required(
+        f"{_SCHEDULER}._add_request_to_queue",
+        add_request_to_queue,
+        "AROUND",
+        "scheduler",
+        "requests get the state of their chunks as they arrive",
+    ),
+    feature(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND", "storage is read chunk by chunk"),
+    required(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        get_new_batch_prefill_raw,
+        "AROUND",
+        "scheduler",
+        "batches take only prompts whose chunks are there",
+    ),
+    required(
+        f"{_SCHEDULER}.is_fully_idle",
+        is_fully_idle,
+        "AROUND",
+        "scheduler",
+        "a scheduler that copies chunks is not idle",
+    ),
+    feature(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND", "aborted requests release their chunks before a flush"),
+    required(f"{_SCHEDULER}.on_idle", on_idle, "AFTER", "scheduler", "an idle scheduler checks that nothing is locked"),
+    required(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        prepare_for_extend,
+        "AFTER",
+        "scheduler",
+        "chunks and segments are entered when rows are assigned",
+    ),
+    required(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.__init__",
         report_reuse,
         "BEFORE",
+        "scheduler",
+        "answers report reused chunks",
     ),
 )

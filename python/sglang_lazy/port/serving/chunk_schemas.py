@@ -4,10 +4,14 @@ The routes check bodies themselves: `Engine` takes the same ones, and their erro
 """
 
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import (
+    Any,
+    Literal,
+    NotRequired,  # pydantic refuses that of typing before Python 3.12
+)
 
 from pydantic import ConfigDict
-from typing_extensions import NotRequired, TypedDict  # pydantic refuses that of typing before Python 3.12
+from typing_extensions import TypedDict
 
 from sglang_lazy.serving.chunk_lists import MAX_TTL
 from sglang_lazy.serving.registration import MAX_CHUNKS

@@ -2,9 +2,18 @@
 
 from collections.abc import Callable
 
-from sglang_lazy.port.hooks import Hook, apply
+from sglang_lazy.port.hooks import apply, feature
 
 
 def hook_http_request(send: Callable) -> None:
     """Call `send(stock, url, json, …)` around the requests that `RuntimeEndpoint` sends. Hooks only once."""
-    apply((Hook("sglang.lang.backend.runtime_endpoint.http_request", send, "AROUND"),))
+    apply(
+        (
+            feature(
+                "sglang.lang.backend.runtime_endpoint.http_request",
+                send,
+                "AROUND",
+                "errors of a server reach the frontend language",
+            ),
+        )
+    )

@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from pydantic import ValidationError
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import repair
 from sglang_lazy.port.serving.typed import convert_request
 from sglang_lazy.serving.validation import told
 
@@ -134,14 +134,46 @@ def check_sections(to_dict: Callable, snapshot: Any, include: Any = None) -> dic
 
 _INPUTS = "sglang.srt.managers.io_struct"
 HOOKS = (
-    Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", check_lists, "AROUND"),
-    Hook(f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling", check_samples, "AFTER"),
-    Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", check_lists, "AROUND"),
-    Hook("sglang.srt.managers.load_snapshot.LoadSnapshot.to_dict", check_sections, "AROUND"),
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state", read, "AROUND"),
-    Hook(
+    repair(
+        f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments",
+        check_lists,
+        "AROUND",
+        "malformed batches are refused",
+        "SGLang refuses them with a 400",
+    ),
+    repair(
+        f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling",
+        check_samples,
+        "AFTER",
+        "malformed batches of samples are refused",
+        "SGLang refuses them with a 400",
+    ),
+    repair(
+        f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments",
+        check_lists,
+        "AROUND",
+        "malformed batches are refused",
+        "SGLang refuses them with a 400",
+    ),
+    repair(
+        "sglang.srt.managers.load_snapshot.LoadSnapshot.to_dict",
+        check_sections,
+        "AROUND",
+        "unknown sections of /v1/loads are refused",
+        "SGLang refuses them with a 400",
+    ),
+    repair(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",
+        read,
+        "AROUND",
+        "malformed parameters are refused before their request has a state",
+        "SGLang refuses them with a 400",
+    ),
+    repair(
         "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
         check_detokenized,
         "BEFORE",
+        "malformed tokens to decode are refused",
+        "SGLang refuses them with a 400",
     ),
 )

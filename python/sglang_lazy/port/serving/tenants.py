@@ -3,7 +3,7 @@
 from typing import Any
 
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.hooks import required
 from sglang_lazy.serving.requests import salt_of
 
 KEY_END = "/"
@@ -34,6 +34,18 @@ def to_scheduler(tokenized: Any, *_args: Any) -> Any:
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
-    Hook(f"{_TOKENIZER_MANAGER}._init_req_state", take_salt, "BEFORE"),
-    Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", to_scheduler, "AFTER"),
+    required(
+        f"{_TOKENIZER_MANAGER}._init_req_state",
+        take_salt,
+        "BEFORE",
+        "tokenizer",
+        "tenants are kept apart on every route",
+    ),
+    required(
+        f"{_TOKENIZER_MANAGER}._create_tokenized_object",
+        to_scheduler,
+        "AFTER",
+        "tokenizer",
+        "schedulers get the tenant of each request",
+    ),
 )

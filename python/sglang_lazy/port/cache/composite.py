@@ -1,0 +1,391 @@
+"""The one cache that SGLang's scheduler sees: its own for prompts without chunks, and our tree for linked requests.
+
+Both take their slots from one allocator. SGLang's cache, whatever its factory makes, is not changed: all names that
+`CompositeCache` does not define are that cache's, read and set, and `isinstance` sees its class. A request is ours if
+it is linked or a fill (`core.state`); all others never meet our tree.
+
+What SGLang 0.5.23 asks of a cache (scheduler, its queue and budgets, batches, allocators, checks at idle):
+
+- *Answered here, by the request or node they concern:* match_prefix, prefix_device_indices, checkpoint, on_release,
+  lock, unlock, inc_lock_ref, dec_lock_ref, inc_host_lock_ref, dec_host_lock_ref, rotation_base_of, dfs_weight_order.
+- *Answered here, for both trees:* evict, evict_for_alloc, evictable_size, protected_size, full_evictable_size,
+  full_protected_size, swa_evictable_size, swa_protected_size, available_and_evictable_str, reset, take_events.
+- *SGLang's own cache:* all else. Among it: supports_*, page_size, disable, the pools, free_kv_row, claim_kv_row,
+  evict_sliding_windows, release_swa_prefix_lock (nothing to do for our locks), touch_prefix, root_node_handle,
+  total_size, sanity_check, metrics, and whatever belongs to sessions, mamba, its host tier and disaggregation.
+
+Linked requests must not reach `prefetch_from_storage`, which takes only tokens: the scheduler's hook keeps them away.
+Where SGLang matches requests that only wait, it must do so in `ranking`: it does for every queue if its own cache can
+match fast.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from sglang_lazy.cache.device import WindowMemory
+from sglang_lazy.cache.mirror import Mirror, evict_older
+from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.cache.windows import Windows
+from sglang_lazy.chunks import fills
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
+from sglang_lazy.port.cache.block_events import BlockEvents
+from sglang_lazy.port.cache.pools import WindowSlots
+from sglang_lazy.port.cache.tiers import HostMemories, Tiers
+from sglang_lazy.port.model.images import order_images
+
+
+class CompositeCache:
+    """SGLang's own cache and ours, as one.
+
+    plain: SGLang's, as its factory made it.  tree: ours, in the same pool.  clock: by which `tree` counts uses.
+    window_slots: the pool of window KV, None if all layers share one.  windows: the part of `tree` for it.
+    rows: lays out the rows of linked requests, set once. Its chunks may have a tree and a pool of their own.
+    tiers: below the device, of chunks; None without.
+    events: of both trees, a part of ours; None unless they are published.
+    mirror: of `plain`, whose nodes tell no ages.  admission: of linked requests; set once the scheduler is complete.
+
+    Every choice here follows from the order of requests, not from times of day, so all ranks make the same.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_plain_gives",
+        "_ranks",
+        "admission",
+        "events",
+        "mirror",
+        "plain",
+        "rows",
+        "tiers",
+        "tree",
+        "window_slots",
+        "windows",
+    )
+
+    plain: Any
+    tree: RadixTree
+    rows: RowCache
+    windows: Windows | None
+    window_slots: WindowSlots | None
+    mirror: Mirror
+    tiers: Tiers | None
+    events: BlockEvents | None
+    admission: Any
+
+    def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], window_slots: WindowSlots | None = None):
+        object.__setattr__(self, "plain", plain)
+        self.tree, self._clock, self.window_slots = tree, clock, window_slots
+        self.windows = None if window_slots is None else Windows(tree, window_slots)
+        tree.parts = () if self.windows is None else (self.windows,)
+        self.mirror, self.tiers, self.events, self.admission, self._ranks = Mirror(), None, None, None, False
+        # SGLang's cache makes room for what it loads from its own tiers: our tree must give its share of that, too.
+        self._plain_gives, plain.evict_for_alloc = plain.evict_for_alloc, self.evict_for_alloc
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CompositeCache.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.plain, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.plain)
+
+    @property
+    def store(self) -> Any:
+        """The chunk store."""
+        return self.rows.store
+
+    # Requests
+
+    @contextlib.contextmanager
+    def ranking(self) -> Iterator[None]:
+        """A context in which matches of waiting requests only tell how much is cached, without laying out rows."""
+        self._ranks = True
+        try:
+            yield
+        finally:
+            self._ranks = False
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        req = params.req
+        if self._ranks and (waiting := linked(stand_in(req))) is not None:
+            on_device, on_host = self.rows.rank(req, waiting, self.admission.cached(waiting))
+            return self._matched(on_device, self.plain.root_node_handle(req.extra_key), on_host)
+        if (state := linked(req)) is not None:
+            num_tokens = len(req.origin_input_ids) + len(req.output_ids)
+            slots, nodes = self.rows.match(req, state, limit=req._compute_max_prefix_len(num_tokens))
+            if state.prompt.images is not None:
+                order_images(req.multimodal_inputs, state.prompt.images, state.row)
+        elif (fill := fill_of(req)) is not None:
+            slots, nodes = fills.match(self.rows, req, fill)
+        else:
+            return self.plain.match_prefix(params)
+        nodes.slots = slots
+        return self._matched(len(slots), nodes)
+
+    def _matched(self, num_tokens: int, node: Any, on_host: int = 0) -> MatchResult:
+        return MatchResult(
+            device_prefix_len=num_tokens,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+            host_hit_length=on_host,
+        )
+
+    def prefix_device_indices(self, req: Any) -> Any:
+        node = req.last_node
+        return node.slots[: req.prefix_len] if isinstance(node, RowNodes) else self.plain.prefix_device_indices(req)
+
+    def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
+        if (state := linked(req)) is not None:
+            if not state.recomputes:
+                between_pieces = not req.finished() and req.inflight_middle_chunks > 0
+                num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
+                self.rows.publish(req, up_to, between_pieces, num_lost)
+                req.kv.cache_protected_len = up_to
+        elif fill_of(req) is None:
+            self.plain.checkpoint(req, up_to=up_to, **more)
+            if self.plain.supports_prefix_sharing():
+                tokens = req.full_untruncated_fill_ids[:up_to]
+                self.mirror.touch(tokens, (req.extra_key, req.cache_salt), next(self._clock))
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        if (state := linked(req)) is not None:
+            state.policy.end(req, self.rows)
+            if state.probe is not None:
+                self.admission.end(req, done=checkpointed)
+        elif (fill := fill_of(req)) is not None:
+            fills.end(self.rows, req, fill)
+            self.admission.end(req, done=fill.published)
+        else:
+            self.plain.on_release(req, checkpointed=checkpointed)
+
+    # Nodes
+
+    def inc_lock_ref(self, node: Any, *more: Any, **options: Any) -> IncLockRefResult:
+        if isinstance(node, RowNodes):
+            return IncLockRefResult(delta=self.rows.lock(node))
+        return self.plain.inc_lock_ref(node, *more, **options)
+
+    def dec_lock_ref(
+        self, node: Any, params: DecLockRefParams | None = None, *more: Any, **options: Any
+    ) -> DecLockRefResult:
+        if isinstance(node, RowNodes):
+            return DecLockRefResult(delta=self.rows.unlock(node))
+        return self.plain.dec_lock_ref(node, params, *more, **options)
+
+    def lock(self, node: Any, *more: Any, **options: Any) -> Any:
+        if isinstance(node, RowNodes):
+            return BasePrefixCache.lock(self, node)
+        return self.plain.lock(node, *more, **options)
+
+    def unlock(self, lock: Any) -> None:
+        if lock is not None and isinstance(lock.node, RowNodes):
+            BasePrefixCache.unlock(self, lock)
+        else:
+            self.plain.unlock(lock)
+
+    def inc_host_lock_ref(self, node: Any) -> IncLockRefResult:
+        """Rows of ours are on the device once they are matched, so there is nothing to hold on the host."""
+        return IncLockRefResult() if isinstance(node, RowNodes) else self.plain.inc_host_lock_ref(node)
+
+    def dec_host_lock_ref(self, node: Any, params: DecLockRefParams) -> DecLockRefResult:
+        return DecLockRefResult() if isinstance(node, RowNodes) else self.plain.dec_host_lock_ref(node, params)
+
+    def rotation_base_of(self, node: Any) -> int | None:
+        return None if isinstance(node, RowNodes) else self.plain.rotation_base_of(node)
+
+    def dfs_weight_order(self, node_handles: Sequence[Any]) -> list[int]:
+        """Linked requests are weighed as prompts with nothing in common."""
+        root = self.plain.root_node_handle()
+        return self.plain.dfs_weight_order([root if isinstance(node, RowNodes) else node for node in node_handles])
+
+    # Both trees
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        return self._evict(params, self.plain.evict)
+
+    def evict_for_alloc(self, params: EvictParams, **joint: Any) -> EvictResult:
+        """SGLang's callers name what is missing.  joint: for pools that several kinds of state share, unlike ours."""
+        return self._plain_gives(params, **joint) if joint else self._evict(params, self._plain_gives)
+
+    def _evict(self, params: EvictParams, plain_gives: Callable[[EvictParams], EvictResult]) -> EvictResult:
+        """Copies under way lock what they read or write: if eviction falls short, it waits for them."""
+        begun, given = time.perf_counter(), EvictResult()
+        windows_before = 0 if self.window_slots is None else self.window_slots.available_size()
+        own = self._evict_tokens(params.num_tokens, self.tree, given, plain_gives)
+        if self.windows is None:
+            if params.swa_num_tokens:
+                self._give(EvictParams(swa_num_tokens=params.swa_num_tokens), given, plain_gives)
+        else:
+            self._evict_windows(windows_before + params.swa_num_tokens, given, plain_gives)
+            given.swa_num_tokens_evicted = self.window_slots.available_size() - windows_before
+        if params.mamba_num:
+            self._give(EvictParams(mamba_num=params.mamba_num), given, plain_gives)
+        self.plain.update_eviction_metrics(own, begun)
+        given.num_tokens_evicted += own
+        return given
+
+    def _evict_tokens(
+        self, num_tokens: int, tree: Any, given: EvictResult, plain_gives: Callable[[EvictParams], EvictResult]
+    ) -> int:
+        """Evict from both trees; returns how many tokens `tree`, ours or a view of it, gave."""
+        own, ours_copies = 0, self.tiers is not None and self.rows.shares_pool
+
+        def give(count: int) -> int:
+            return self._give(EvictParams(num_tokens=count), given, plain_gives)
+
+        while (missing := num_tokens - own - given.num_tokens_evicted) > 0:
+            own += evict_older(missing, tree, self.mirror, give)
+            if num_tokens <= own + given.num_tokens_evicted or not (ours_copies and self.tiers.is_copying):
+                break
+            self.tiers.finish()
+        return own
+
+    def _give(self, wanted: EvictParams, given: EvictResult, plain_gives: Callable[[EvictParams], EvictResult]) -> int:
+        """Have SGLang's cache evict; adds to `given`, and returns how many tokens it did."""
+        result = plain_gives(wanted)
+        for field in dataclasses.fields(EvictResult):
+            setattr(given, field.name, getattr(given, field.name) + getattr(result, field.name))
+        num_left = self.plain.full_evictable_size() + self.plain.full_protected_size()
+        self.mirror.gave(result.num_tokens_evicted, num_left)
+        return result.num_tokens_evicted
+
+    def _evict_windows(
+        self, wanted: int, given: EvictResult, plain_gives: Callable[[EvictParams], EvictResult]
+    ) -> None:
+        """Evict window KV until `wanted` tokens of it are free. Its ages are known in our tree only, so the tree with
+        more of it to give is asked first."""
+
+        def missing() -> int:
+            return max(0, wanted - self.window_slots.available_size())
+
+        if self.windows.num_evictable >= self.plain.swa_evictable_size():
+            self.windows.evict(min(missing(), self.windows.num_evictable))
+        if missing():
+            self._give(EvictParams(swa_num_tokens=missing()), given, plain_gives)
+        self.windows.evict(missing())  # in the end, waiting requests lose their locks
+
+    def take(self, num_tokens: int) -> torch.Tensor:
+        """Evict so many tokens from both trees; returns the slots of ours, whose nodes' copies are kept."""
+        taker = _Taker(self.tree)
+        self._evict_tokens(num_tokens, taker, EvictResult(), self._plain_gives)
+        return torch.cat(taker.slots)
+
+    def make_room(self, num_tokens: int) -> None:
+        evict_from_tree_cache(self, num_tokens)
+
+    def window_memory(self) -> WindowMemory | None:
+        if self.window_slots is None:
+            return None
+        return self.window_slots.memory(self.windows, self.plain.swa_evictable_size())
+
+    def evictable_size(self) -> int:
+        return self.plain.evictable_size() + self.tree.num_evictable
+
+    def protected_size(self) -> int:
+        return self.plain.protected_size() + self.tree.num_locked
+
+    def full_evictable_size(self) -> int:
+        return self.plain.full_evictable_size() + self.tree.num_evictable
+
+    def full_protected_size(self) -> int:
+        return self.plain.full_protected_size() + self.tree.num_locked
+
+    def swa_evictable_size(self) -> int:
+        return self.plain.swa_evictable_size() + (0 if self.windows is None else self.windows.num_evictable)
+
+    def swa_protected_size(self) -> int:
+        return self.plain.swa_protected_size() + (0 if self.windows is None else self.windows.num_locked)
+
+    def available_and_evictable_str(self) -> str:
+        own = f"Of linked requests: {self.tree.num_evictable} evictable, {self.tree.num_locked} locked tokens\n"
+        return self.plain.available_and_evictable_str() + own
+
+    def reset(self) -> None:
+        if self.tiers is not None:
+            self.tiers.stop()
+        self.plain.reset()
+        self.mirror.reset()
+        self.tree.reset()  # with its parts
+        if not self.rows.shares_pool:
+            self.rows.store.tree.reset()
+            self.rows.store.device.clear()
+        self.rows.store.reset()
+        if self.admission is not None:
+            self.admission.reset()
+
+    def take_events(self) -> list[Any]:
+        events = self.plain.take_events()
+        return events if self.events is None else self.events.merge(events)
+
+    # Tiers below the device
+
+    def check_hicache_events(self) -> None:
+        if self.plain.cache_controller is not None or self.plain.linker is not None:
+            self.plain.check_hicache_events()
+        if self.tiers is not None:
+            self.tiers.poll()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether chunks are being copied between device and host."""
+        return self.tiers is not None and self.tiers.is_copying
+
+    @property
+    def token_to_kv_pool_host(self) -> Any:
+        """All host memory, which only SGLang's metrics ask for here."""
+        plain = getattr(self.plain, "token_to_kv_pool_host", None) or getattr(self.plain, "full_kv_pool_host", None)
+        return plain if self.tiers is None else HostMemories(plain, self.tiers.host.memory.slots)
+
+    def attach_storage_backend(self, *_args: Any, **_kwargs: Any) -> tuple[bool, str]:
+        return False, "sglang-lazy connects storage at the start alone: --hicache-storage-backend"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Use storage no more; returns whether that succeeded, and a message, as SGLang does. No request may run."""
+        if self.tiers is None or self.tiers.storage is None:
+            return True, "there was no storage"
+        self.tiers.detach()
+        return True, "chunks are neither stored nor fetched until the server is started again"
+
+    def clear_storage_backend(self) -> bool:
+        """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks."""
+        return self.tiers is not None and self.tiers.storage is not None and self.tiers.storage.clear()
+
+
+class _Taker:
+    """Our tree for `evict_older`, as `take` evicts from it.  slots: those evicted, int64."""
+
+    def __init__(self, tree: RadixTree):
+        self._tree, self.oldest = tree, tree.oldest
+        self.slots = [tree.take(0)]
+
+    @property
+    def num_evictable(self) -> int:
+        return self._tree.num_evictable
+
+    def evict(self, num_tokens: int) -> int:
+        self.slots.append(self._tree.take(num_tokens))
+        return len(self.slots[-1])
