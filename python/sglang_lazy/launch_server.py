@@ -114,9 +114,9 @@ def serve_backend() -> Any:
     return ServeBackend(api_version=1, run=_become_command, requires_model_path=False)  # a --config may have it
 
 
-def _become_command(request: Any) -> None:
+def _become_command(call: Any) -> None:
     """Replace this process, which has imported SGLang already, and whose children would do so without the plugin."""
-    os.execv(sys.executable, [sys.executable, "-m", "sglang_lazy.launch_server", *request.argv])
+    os.execv(sys.executable, [sys.executable, "-m", "sglang_lazy.launch_server", *call.argv])
 
 
 if __name__ == "__main__":
