@@ -138,11 +138,11 @@ def test_needed_memory_is_what_locking_takes():
     req = scheduler.submit([longer, other, A, longer, QUESTION], "p0")
     nodes = [cache.store.find(chunk) for chunk in req.lazy.prompt.chunks]
     assert cache.store.unlocked_size(nodes) == len(longer[1]) + 1
-    cache.inc_lock_ref(nodes[1])
+    cache.tree.lock(nodes[1])
     assert cache.store.unlocked_size(nodes) == len(longer[1]) - 3
     before = cache.evictable_size()
     for node in nodes:
-        cache.inc_lock_ref(node)
+        cache.tree.lock(node)
     assert before - cache.evictable_size() == len(longer[1]) - 3
 
 
@@ -154,9 +154,9 @@ def test_locked_chunk_may_be_split_before_its_parent_is_ready(overlap):
     parent = scheduler.submit([B, A, QUESTION], "waits", max_new_tokens=1)
     scheduler.step()
     node = parent.lazy.chunks.nodes[1]
-    assert not parent.lazy.ready and len(node.key) == 4, "one node, though computed in two pieces"
+    assert not parent.lazy.ready and len(node) == 4, "one node, though computed in two pieces"
     scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "splits", max_new_tokens=1)
-    assert len(node.key) == 1
+    assert len(node) == 1
     scheduler.run()
     assert scheduler.counts(parent)[1:] == (len(A[1]), 0b10)
 
@@ -186,7 +186,7 @@ def test_revoking_releases_the_newest_parent_alone():
     (fill,) = scheduler.fills()
     assert [parent.rid for parent in fill.lazy.parents] == ["p2"]
 
-    assert cache.store.release_waiting_lock()
+    assert cache.tree.release_lock()
     assert (cache.protected_size(), fill.lazy.parents) == (12, []), "C is still locked for p1"
     assert admission.revoke_newest()
     assert cache.protected_size() == 8
@@ -296,7 +296,7 @@ def test_the_idle_check_finds_leaks(forget):
     scheduler.run()
     hooks.on_idle(None, scheduler)
     if forget == "lock":
-        scheduler.tree_cache.inc_lock_ref(scheduler.store.find(req.lazy.prompt.chunks[0]))
+        scheduler.tree_cache.tree.lock(scheduler.store.find(req.lazy.prompt.chunks[0]))
     elif forget == "holder":
         scheduler.admission.holders.append(req)
     else:

@@ -41,9 +41,9 @@ def test_counts_after_eviction_before_admission():
     req = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
     assert req.lazy.hit_mask == 0b11
     holder = scheduler.store.find(req.lazy.prompt.chunks[1])
-    scheduler.tree_cache.inc_lock_ref(holder)
+    scheduler.tree_cache.tree.lock(holder)
     scheduler.tree_cache.evict(EvictParams(num_tokens=100))
-    scheduler.tree_cache.dec_lock_ref(holder)
+    scheduler.tree_cache.tree.unlock(holder)
     scheduler.run()
     assert scheduler.counts(req) == (4, 4, 0b10)
 
@@ -56,7 +56,7 @@ def test_an_arrival_counts_as_a_use():
     (b,) = scheduler.submit([B, QUESTION], "p0", max_new_tokens=1).lazy.prompt.chunks
     (a,) = scheduler.submit([A, QUESTION], "p1", max_new_tokens=1).lazy.prompt.chunks
     assert cache.store.find(b)
-    while len(cache.evictable_leaves) > 1:
+    while cache.tree.num_evictable > len(A[1]):
         cache.evict(EvictParams(num_tokens=1))
     assert cache.store.find(a) and not cache.store.find(b)
 

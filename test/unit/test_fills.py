@@ -1,6 +1,7 @@
 """Fills, which compute the missing chunks of linked requests: what they contain, and when they run."""
 
 import pytest
+from sglang.srt.managers import schedule_batch
 
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT
@@ -109,13 +110,13 @@ def test_a_row_is_completed_though_its_locks_were_revoked(monkeypatch):
     scheduler.warm(A)
     parent = scheduler.submit([A, B, (TEXT, (14, 13, 12)), QUESTION], "p0", max_new_tokens=1)
     fill, _ = scheduler.visible()
-    assign_rows = scheduler.pools.assign_rows
+    alloc = schedule_batch.alloc_for_extend
 
-    def assign_rows_after_eviction(batch):
-        assign_rows(batch)
-        assert scheduler.store.release_waiting_lock()
+    def alloc_and_evict(batch):
+        assert scheduler.store.tree.release_lock()
+        return alloc(batch)
 
-    monkeypatch.setattr(scheduler.pools, "assign_rows", assign_rows_after_eviction)
+    monkeypatch.setattr(schedule_batch, "alloc_for_extend", alloc_and_evict)
     scheduler.step()
     assert scheduler.log == [[fill.rid, "p0"]]
     monkeypatch.undo()

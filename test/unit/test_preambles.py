@@ -5,7 +5,7 @@ import types
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from fakes.loop import QUESTION, A, B, C, Loop
+from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, NEUTRAL_PREAMBLE, TEXT
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.state import fill_of, lazy_state, linked
@@ -52,10 +52,11 @@ def test_a_fill_begins_with_its_preamble(link, preamble_len, overlap, chunked_pr
 @both_loops
 @both_preambles
 def test_a_cached_preamble_is_reused(link, preamble_len, overlap):
-    """In full or in part, from other fills or from prompts that begin with it."""
+    """In full or in part, from other fills or from prompts with chunks that begin with it. Those without chunks are in
+    SGLang's own tree."""
     scheduler = Loop(overlap=overlap, link=link)
     ids = NEUTRAL_PREAMBLE if link == "base" else LEAD[1]
-    scheduler.submit([(TEXT, (*ids[:-1], 1, 1))], "a part of it", max_new_tokens=1)
+    scheduler.submit([(TEXT, (*ids[:-1], 1, 1)), D, QUESTION], "a part of it", link="block", max_new_tokens=1)
     scheduler.run()
     scheduler.submit([LEAD, A, QUESTION], "p0")
     assert run_fills(scheduler) == [1 + len(A[1])], "the preamble's last token was not cached"
@@ -63,9 +64,10 @@ def test_a_cached_preamble_is_reused(link, preamble_len, overlap):
     assert run_fills(scheduler) == [len(B[1])]
     scheduler.submit([LEAD, C, QUESTION], "p2", extra_key="tenant")
     assert run_fills(scheduler) == [preamble_len + len(C[1])], "each tenant's preamble is its own"
+    begins_alike = scheduler.submit([(TEXT, (*ids, 1)), D, QUESTION], "p3", link="block", max_new_tokens=1)
     plain = scheduler.submit([(TEXT, (*ids, 1))], "plain", max_new_tokens=1)
     scheduler.run()
-    assert plain.cached_tokens == preamble_len
+    assert scheduler.counts(begins_alike) == (preamble_len + 4, 4, 1) and plain.cached_tokens == 0
 
 
 @both_loops
@@ -92,9 +94,9 @@ def test_a_preamble_evicted_in_between(link, preamble_len, overlap, chunked_pref
     scheduler.run()
     req = scheduler.submit([LEAD, B, A, QUESTION], "p1")
     cache, node = scheduler.tree_cache, scheduler.store.find(linked(req).prompt.chunks[1])
-    cache.inc_lock_ref(node)
+    cache.tree.lock(node)
     cache.evict(EvictParams(num_tokens=100))
-    cache.dec_lock_ref(node)
+    cache.tree.unlock(node)
     assert run_fills(scheduler) == [preamble_len + 4] and scheduler.counts(req)[1:] == (4, 0b10)
 
 
@@ -124,9 +126,9 @@ def test_a_cached_chunk_prefix_behind_an_evicted_preamble(link, preamble_len, ov
     beginning = scheduler.submit([LEAD, (CHUNK, A[1][:2]), QUESTION], "p0")
     scheduler.run()
     cache, node = scheduler.tree_cache, scheduler.store.find(linked(beginning).prompt.chunks[0])
-    cache.inc_lock_ref(node)
+    cache.tree.lock(node)
     cache.evict(EvictParams(num_tokens=100))
-    cache.dec_lock_ref(node)
+    cache.tree.unlock(node)
     req = scheduler.submit([LEAD, A, QUESTION], "p1")
     assert run_fills(scheduler) == [preamble_len + 2]
     assert len(req.output_ids) == 3 and scheduler.counts(req)[1:] == (0, 0)
@@ -199,7 +201,7 @@ def test_a_lead_computed_by_the_prompts_own_fills_is_no_hit(chunked_prefill_size
         chunked_prefill_size=chunked_prefill_size,
         max_fill_tokens=64,
     )
-    scheduler.submit([(TEXT, (*LEAD[1][:2], 1, 1))], "begins alike", max_new_tokens=1)
+    scheduler.submit([(TEXT, (*LEAD[1][:2], 1, 1)), C, QUESTION], "begins alike", link="block", max_new_tokens=1)
     scheduler.run()
     cold = scheduler.submit([LEAD, A, QUESTION], "p0")
     scheduler.run()

@@ -161,9 +161,9 @@ def test_chunks_evicted_between_probe_and_parent(overlap):
         scheduler.step()
     assert not parent.output_ids and parent.lazy.hit_mask == 0b11
     holder = scheduler.store.find(parent.lazy.prompt.chunks[1])
-    scheduler.tree_cache.inc_lock_ref(holder)
+    scheduler.tree_cache.tree.lock(holder)
     scheduler.tree_cache.evict(EvictParams(num_tokens=100))
-    scheduler.tree_cache.dec_lock_ref(holder)
+    scheduler.tree_cache.tree.unlock(holder)
     scheduler.log.clear()
     scheduler.run()
     assert len(launches(scheduler, "fill")) == 1 and not launches(scheduler, "probe")

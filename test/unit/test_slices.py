@@ -70,7 +70,7 @@ def test_a_row_of_slices():
     slots, positions, ((end, offset, segment_id),) = row_of(scheduler, begin(scheduler, "parts", "p0"))
     assert positions == [3, 4, 6, 7, 0, 1, 2, 5, 8, 9, 10]
     assert (end, offset) == (4, 2)
-    chunk_slots = torch.cat(scheduler.tree_cache.slots_to(chunk_node(scheduler))).tolist()
+    chunk_slots = torch.cat(scheduler.tree_cache.tree.slots_to(chunk_node(scheduler))).tolist()
     assert slots[:4] == [chunk_slots[i] for i in (1, 2, 4, 5)]
 
     whole_slots, _, ((end, offset, whole_id),) = row_of(scheduler, begin(scheduler, "block", "p1"))
