@@ -145,8 +145,8 @@ def test_a_pin_without_room_counts_as_refused():
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A)
     loop.tree_cache.evict(EvictParams(num_tokens=40))
-    loop.submit([(TEXT, tuple(range(1, 15)) * 2), QUESTION], "r", max_new_tokens=9)
-    for _ in range(9):
+    loop.submit([(TEXT, tuple(range(1, 15)) * 2 + (7,)), QUESTION], "r", max_new_tokens=9)
+    for _ in range(8):
         loop.step()
     assert loop.pools.slots.available_size() < len(A[1])
     assert pin(loop, A)[1] == ["the device has no room for it now"]
