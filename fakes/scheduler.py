@@ -125,7 +125,6 @@ class Scheduler(_Stock):
         self.new_token_ratio_tracker = _NOTHING(current=1.0, decay_step=ignored)
         self.disaggregation_mode, self.spec_algorithm = DisaggregationMode.NULL, SpeculativeAlgorithm.NONE
         self.enable_hierarchical_cache, self.is_hybrid_swa = self.pools.has_tiers, self.pools.window > 0
-        self.enable_hicache_storage = self.pools.has_tiers and self.tree_cache.tiers.storage is not None
         self.enable_lmcache = self.enable_unified_cache_external_linker = False
         self.enable_hisparse = self.enable_overlap_mlx = False
         self.is_mixed_chunk = self.require_mlp_sync = False
@@ -175,6 +174,10 @@ class Scheduler(_Stock):
             beam_coordinator=self.beam_coordinator,
             abort_request=ignored,
         )
+
+    @property
+    def enable_hicache_storage(self) -> bool:
+        return self.pools.has_tiers and self.tree_cache.tiers.storage is not None
 
     # Arrival
 
