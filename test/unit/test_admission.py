@@ -11,7 +11,6 @@ from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port.scheduler import steps as hooks
-from sglang_lazy.scheduler.producer import is_launched
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -40,7 +39,7 @@ def test_visible_queue_keeps_the_order():
     ]
     assert scheduler.waiting_queue == reqs
     assert scheduler.visible() == visible, "looking is idempotent"
-    assert not any(is_launched(fill) for fill in visible if fill_of(fill) is not None)
+    assert not any(fill.kv.holds_kv for fill in visible if fill_of(fill) is not None)
 
 
 def test_queue_is_put_back_in_order():

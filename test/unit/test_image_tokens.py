@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port.facts import SchedulerFacts
 from sglang_lazy.port.model.images import keeping_tokens, name_apart
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.serving.images import expand, image_ranges
@@ -66,7 +67,7 @@ def request(*items, places=None):
 
 
 def images(req, link="block"):
-    return images_of(req, PromptLayout(((4, 6),), link=link), get_policy(link))
+    return images_of(SchedulerFacts(None).images(req), PromptLayout(((4, 6),), link=link), get_policy(link))
 
 
 def hashed(value, *offsets):

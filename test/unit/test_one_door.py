@@ -1,4 +1,5 @@
-"""Only the port imports SGLang, public interfaces aside; and a request's state is read through one accessor."""
+"""Only the port imports SGLang, public interfaces aside, and knows what its objects have; and a request's state is read
+through one accessor."""
 
 import ast
 from collections.abc import Iterator
@@ -20,6 +21,30 @@ PUBLIC = {
     "sglang.srt.utils.kill_process_tree": "how that command ends",
 }
 """Interfaces that SGLang offers to programs, and why each is imported outside of the port."""
+
+SGLANG = {
+    *("req", "request", "batch", "running_batch", "forward_batch", "scheduler", "manager", "obj", "runner"),
+    *("owner", "probe_req"),
+}
+"""Names of variables, parameters and attributes that hold objects of SGLang's, wherever they are. Outside of the port
+they are handed on, not looked into: what is needed of them comes in, or is asked of `Facts`."""
+
+OURS = {"lazy", "lazy_unused_hits"}
+"""What such an object has of ours."""
+
+OTHERS = {
+    "chunks/rows.py": "rows are written through the request until their index and length are handed in",
+    "chunks/fills.py": "as above",
+    "routing/events.py": "a batch of the events that SGLang publishes",
+    "routing/middleware.py": "a request of Starlette's",
+    "serving/registration.py": "SGLang's tokenizer manager, whose public interface is its attributes",
+    "serving/requests.py": "as above: a `GenerateReqInput`, SGLang's body of /generate",
+    "serving/results.py": "as above",
+    "serving/shadow.py": "as above",
+    "verify/compare.py": "a list of prompts",
+    "verify/prompts.py": "a line of the user's file",
+}
+"""Modules in which these names stand for something else, or that read SGLang's attributes still, and why."""
 
 STATE = {"lazy", "link", "fill"}
 ACCESSOR = PACKAGE / "core" / "state.py"
@@ -56,6 +81,16 @@ def attribute_guesses(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
+def attribute_reads(tree: ast.AST) -> Iterator[str]:
+    """The attributes that a module uses of objects of SGLang's."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=str(name)) | ast.Attribute(attr=str(name)), attr=attribute) if (
+                name in SGLANG and attribute not in OURS
+            ):
+                yield f"{name}.{attribute}"
+
+
 def modules(*, outside: Path) -> list:
     found = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(outside)]
     return [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in found]
@@ -77,6 +112,12 @@ def test_every_public_interface_is_used():
     }
     unused = [public for public in PUBLIC if not any(f"{name}.".startswith(f"{public}.") for name in names)]
     assert not unused
+
+
+@pytest.mark.parametrize("path", modules(outside=PACKAGE / "port"))
+def test_sglangs_objects_are_looked_into_in_the_port_alone(path):
+    found = set(attribute_reads(ast.parse(path.read_text())))
+    assert bool(found) == (str(path.relative_to(PACKAGE)) in OTHERS), f"ask the port: {', '.join(sorted(found))}"
 
 
 @pytest.mark.parametrize("path", modules(outside=ACCESSOR))
@@ -105,3 +146,18 @@ from sglang_lazy.core import state
     ]
     guesses = 'getattr(req, "lazy", None); hasattr(req, "link"); getattr(req, "rid"); req.lazy; setattr(r, "fill", 1)'
     assert list(attribute_guesses(ast.parse(guesses))) == ["lazy", "link", "fill"]
+
+
+def test_reads_in_every_form_are_found():
+    source = """
+def weight(req, batch):
+    req.lazy = [one.kv for one in batch.reqs]
+    self.scheduler.waiting_queue[0].rid = req.sampling_params.n
+    return len(req.output_ids), facts.num_output(req), linked(req).prompt
+"""
+    assert sorted(attribute_reads(ast.parse(source))) == [
+        "batch.reqs",
+        "req.output_ids",
+        "req.sampling_params",
+        "scheduler.waiting_queue",
+    ]

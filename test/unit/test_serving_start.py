@@ -11,13 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
+from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy import launch_server
 from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import plugin, start
-from sglang_lazy.port.cpu import choose_backends, replace_triton
+from sglang_lazy.port.cpu import backends_for_cpu
+from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.scheduler.steps import check_default_preamble
 from sglang_lazy.port.serving import selftest, workers
@@ -41,8 +43,8 @@ NO_LORA = {"enable_lora": None, "lora_paths": None, "lora_backend": "csgmv"}
 def test_unset_backends_are_chosen_for_a_cpu(given, settings, named, caplog):
     args = SimpleNamespace(**{**UNSET, **NO_LORA, **given})
     with caplog.at_level(logging.INFO):
-        choose_backends(args)
-        choose_backends(args)
+        vars(args).update(backends_for_cpu(args))
+        assert backends_for_cpu(args) == {}
     assert {name: getattr(args, name) for name in UNSET} == settings
     assert len(caplog.records) == bool(named)
     assert [word for word in caplog.text.split() if word.startswith("--")] == named
@@ -53,32 +55,26 @@ def test_lora_backend_on_a_cpu(given, caplog):
     caplog.set_level("WARNING", "sglang_lazy")  # engines may have raised it
     for backend, chosen in (("csgmv", "torch_native"), ("triton", "triton")):
         args = SimpleNamespace(device="cpu", **{**CHOSEN, **NO_LORA, **given, "lora_backend": backend})
-        choose_backends(args)
-        assert args.lora_backend == chosen
+        assert backends_for_cpu(args).get("lora_backend", backend) == chosen
     assert "--lora-backend torch_native" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "device, backend, fallback, left",
-    [
-        ("cpu", "triton", False, "torch_native"),
-        ("cpu", "triton", True, "triton"),
-        ("cpu", "intel_amx", False, "intel_amx"),
-        ("cuda", "triton", False, "triton"),
-    ],
-)
-def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallback, left):
-    caplog.set_level("WARNING", "sglang_lazy")
-    monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(fallback=fallback))
-    args = SimpleNamespace(device=device, attention_backend=backend)
-    replace_triton(args)
-    assert args.attention_backend == left
-    assert ("triton is replaced by torch_native" in caplog.text) == (left != backend)
+def test_what_the_plugin_adds_to_the_flags():
+    """Whoever makes the flags, and whatever is given; they are resolved once."""
+    plugin.install()
+    for given, warmups, cache in (
+        ({}, "sglang_lazy", "lazy"),
+        ({"warmups": "a", "radix_cache_backend": "b"}, "a,sglang_lazy", "b"),
+    ):
+        args = ServerArgs(model_path="dummy", device="cpu", **given)
+        for _ in range(2):
+            args.resolve_once()
+            flags = flags_of(args)
+            assert (flags.warmups, flags.radix_cache_backend, flags.sampling_backend) == (warmups, cache, "pytorch")
 
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
-    monkeypatch.setattr(start, "unused", lambda process: [])
     args = SimpleNamespace(device="cpu", grammar_backend="llguidance", resolve_once=lambda: None)
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         start.check_start(LazyConfig(kernels="cuda"), args)
@@ -100,7 +96,6 @@ def no_start(monkeypatch):
         model_path="m",
         resolve_once=lambda: None,
     )
-    monkeypatch.setattr(start, "unused", lambda process: [])
     monkeypatch.setattr(start, "model_config_of", lambda args: SimpleNamespace(vocab_size=400))
     monkeypatch.setattr(selftest, "of_engine", lambda engine: None)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
@@ -109,14 +104,6 @@ def no_start(monkeypatch):
     monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
     monkeypatch.setattr(start, "unfit_flags", lambda args: [])
     return args
-
-
-def test_flags_that_the_plugin_has_not_seen(monkeypatch):
-    """SGLang would serve with a cache of its own, and nobody would notice."""
-    monkeypatch.setattr(start, "unused", lambda process: [f"a hook at {process}"])
-    args = SimpleNamespace(device="cpu", grammar_backend="llguidance", resolve_once=lambda: None)
-    with pytest.raises(RuntimeError, match="a hook at launch"):
-        start.check_start(LazyConfig(), args)
 
 
 def test_an_engine_and_a_server_are_refused_early(no_start):

@@ -312,15 +312,15 @@ class Flags(msgspec.Struct):
 def test_a_hook_that_never_runs_is_named(nothing_hooked):
     """It is in place, and nobody calls it."""
     dead, alive = (
-        hooks.required(f"{__name__}.Flags.{name}", nothing, "BEFORE", "launch", "a test")
+        hooks.required(f"{__name__}.Flags.{name}", nothing, "BEFORE", "tokenizer", "a test")
         for name in ("__post_init__", "resolve")
     )
     elsewhere = hooks.required(f"{__name__}.Target.lost", around, "AROUND", "scheduler", "a test")
     hooks.apply([dead, alive, elsewhere])
     assert hooks.missing([dead, alive, elsewhere]) == []
     Flags().resolve()
-    assert hooks.unused("launch") == [dead.target]
-    assert hooks.unused("scheduler", "launch") == [dead.target, elsewhere.target]
+    assert hooks.unused("tokenizer") == [dead.target]
+    assert hooks.unused("scheduler", "tokenizer") == [dead.target, elsewhere.target]
 
 
 def test_every_hook_says_what_it_is_for():
@@ -329,7 +329,7 @@ def test_every_hook_says_what_it_is_for():
         assert hook.why, hook.target
         assert bool(hook.until) == (hook.role == "repair"), hook.target
         assert (hook.process is not None) == (hook.role == "required"), hook.target
-    assert {hook.process for hook in plugin._hooks} == {None, "launch", "http", "tokenizer", "scheduler"}
+    assert {hook.process for hook in plugin._hooks} == {None, "http", "tokenizer", "scheduler"}
 
 
 def test_no_module_keeps_a_function_that_is_hooked():

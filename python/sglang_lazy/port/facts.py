@@ -1,12 +1,18 @@
 """Facts about SGLang's flags, ranks and requests, whose places move with its releases: each is read here alone."""
 
+import itertools
+from array import array
 from typing import Any
 
+import numpy as np
+import torch
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.rows import Pass
+from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import lazy_state
+from sglang_lazy.scheduler.facts import GivenImages, Taken
 
 
 def flags_of(args: Any) -> Any:
@@ -43,3 +49,121 @@ def tp_size() -> int:
 
 def tp_rank() -> int:
     return get_parallel().tp_rank
+
+
+class SchedulerFacts:
+    """The `Facts` of an SGLang `Scheduler`."""
+
+    def __init__(self, scheduler: Any):
+        self._scheduler = scheduler
+
+    @property
+    def waiting(self) -> list[Any]:
+        return self._scheduler.waiting_queue
+
+    @waiting.setter
+    def waiting(self, requests: list[Any]) -> None:
+        self._scheduler.waiting_queue = requests
+
+    @property
+    def chunked(self) -> Any | None:
+        return self._scheduler.chunked_req
+
+    @property
+    def max_prefill(self) -> int:
+        return self._scheduler.chunked_prefill_size or 0
+
+    @property
+    def growth_ratio(self) -> float:
+        return self._scheduler.new_token_ratio_tracker.current
+
+    def taken(self, batch: Any) -> list[Taken]:
+        ends = itertools.accumulate(batch.extend_lens)
+        parts = zip(batch.reqs, ends, batch.extend_lens, strict=True)
+        return [Taken(req, end - num_new, end, req is not batch.chunked_req) for req, end, num_new in parts]
+
+    def slots(self, batch: Any) -> torch.Tensor:
+        return batch.out_cache_loc
+
+    def rid(self, req: Any) -> str:
+        return req.rid
+
+    def prompt(self, req: Any) -> array:
+        return req.origin_input_ids
+
+    def extra_key(self, req: Any) -> str | None:
+        return req.extra_key
+
+    def adapter(self, req: Any) -> str | None:
+        return req.lora_id
+
+    def layout(self, req: Any) -> Any | None:
+        params = req.sampling_params.custom_params
+        if not isinstance(params, dict) or LAYOUT_PARAM not in params:
+            return None
+        return params[LAYOUT_PARAM] or ""  # no layout either, but one that was meant as such
+
+    def images(self, req: Any) -> GivenImages | None:
+        inputs = req.multimodal_inputs
+        if inputs is None:
+            return None
+        if inputs.mrope_positions is None or not all(
+            item.is_image() and len(item.offsets) == 1 for item in inputs.mm_items
+        ):
+            raise ValueError("chunks cannot be combined with multimodal inputs other than images with M-RoPE")
+        items = sorted(inputs.mm_items, key=lambda item: item.offsets[0])
+        ranges = [(first, last + 1) for ((first, last),) in (item.offsets for item in items)]
+        places = inputs.mrope_positions.cpu().numpy().astype(np.int64)
+        return GivenImages(items, ranges, [item.hash for item in items], places)
+
+    def has_media(self, req: Any) -> bool:
+        return req.multimodal_inputs is not None
+
+    def unsupported(self, req: Any) -> list[str]:
+        asked = {
+            "a session": req.session is not None,
+            "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
+            "returned hidden states": bool(req.return_hidden_states),
+            "returned routed experts": req.return_routed_experts,
+        }
+        return [feature for feature, is_asked in asked.items() if is_asked]
+
+    def first_logprob(self, req: Any) -> int | None:
+        return req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else None
+
+    def num_output(self, req: Any) -> int:
+        return len(req.output_ids)
+
+    def max_new_tokens(self, req: Any) -> int:
+        return req.sampling_params.max_new_tokens
+
+    def num_left(self, req: Any) -> int:
+        return len(req.full_untruncated_fill_ids) - req.extend_end
+
+    def is_launched(self, req: Any) -> bool:
+        return req.kv.holds_kv
+
+    def is_finished(self, req: Any) -> bool:
+        return req.finished()
+
+    def is_refused(self, req: Any) -> bool:
+        return req.to_finish is not None or req.finished_reason is not None
+
+    def priority(self, req: Any) -> int:
+        return req.priority or 0
+
+    def refuse(self, req: Any, reason: str) -> None:
+        req.set_finish_with_abort(reason)
+
+    def limit_answer(self, req: Any, max_new_tokens: int) -> None:
+        req.sampling_params.max_new_tokens = max_new_tokens
+
+    def keep_text(self, req: Any, text: array) -> None:
+        if req.logprob_start_len >= 0:
+            req.logprob_start_len = max(0, req.logprob_start_len - len(req.origin_input_ids) + len(text))
+        req.origin_input_ids = req.origin_input_ids_unpadded = text
+
+    def hurry(self, req: Any, parent: Any) -> None:
+        if None not in (req.priority, parent.priority):  # without priority scheduling, some have one
+            first = min if self._scheduler.schedule_low_priority_values_first else max
+            req.priority = first(req.priority, parent.priority)

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-Process = Literal["launch", "http", "tokenizer", "scheduler"]
-"""Where a required hook runs: as a server or an engine is launched; in a process that serves HTTP; in one that has a
-tokenizer manager, as HTTP processes and engines do; in a scheduler."""
+Process = Literal["http", "tokenizer", "scheduler"]
+"""Where a required hook runs: in a process that serves HTTP; in one that has a tokenizer manager, as HTTP processes and
+engines do; or in a scheduler."""
 
 
 Kind = Literal["BEFORE", "AFTER", "AROUND"]

@@ -7,10 +7,11 @@ active: `activate` publishes the configuration in the environment, which the pro
 import importlib.metadata
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.hooks import Hook, apply, missing, required
+from sglang_lazy.port.hooks import Hook, apply, missing
 
 SGLANG_VERSION = "0.5.23"
 CACHE_BACKEND = "lazy"
@@ -46,6 +47,7 @@ def install() -> None:
     check_version()
     provide_rotary_import()
 
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
@@ -76,6 +78,7 @@ def install() -> None:
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
+    register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)
     comb_config.register()
     modules = (
         cpu,
@@ -105,7 +108,7 @@ def install() -> None:
         collector,
         watchdog,
     )
-    _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))
+    _hooks = tuple(hook for module in modules for hook in module.HOOKS)
     apply(_hooks)
     verify()
 
@@ -152,18 +155,21 @@ def provide_rotary_import() -> None:
         sys.modules["vllm._custom_ops"] = stand_in
 
 
-def choose_flags(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.resolve_once`: make ours the default cache, add the self-test to SGLang's warm-ups, and on a
-    CPU choose backends that work there."""
-    from sglang_lazy.port.cpu import choose_backends
+def choose_flags(args: Any, resolve: Callable[[Any], None]) -> None:
+    """Around the first step in which SGLang resolves `ServerArgs`: make ours the default cache, add the self-test to
+    SGLang's warm-ups, and on a CPU choose backends that work there."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    from sglang_lazy.port.cpu import backends_for_cpu
+    from sglang_lazy.port.facts import flags_of
     from sglang_lazy.port.serving import selftest
 
-    if getattr(args, "_resolution_finished", False):
-        return
-    if args.radix_cache_backend is None:
-        args.radix_cache_backend = CACHE_BACKEND
-    args.warmups = ",".join(filter(None, (args.warmups, selftest.NAME)))
-    choose_backends(args)
+    flags = flags_of(args)
+    chosen = {"warmups": ",".join(filter(None, (flags.warmups, selftest.NAME))), **backends_for_cpu(flags)}
+    if flags.radix_cache_backend is None:
+        chosen["radix_cache_backend"] = CACHE_BACKEND
+    declare_resolution(args, "sglang_lazy", **chosen)
+    resolve(args)
 
 
 def create_cache(context: Any) -> Any:
@@ -180,14 +186,3 @@ def create_cache(context: Any) -> Any:
     if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
     raise RuntimeError("sglang-lazy: the attention backend was created before the plugin was installed")
-
-
-HOOKS = (
-    required(
-        "sglang.srt.server_args.ServerArgs.resolve_once",
-        choose_flags,
-        "BEFORE",
-        "launch",
-        "SGLang's flags make our cache the default",
-    ),
-)

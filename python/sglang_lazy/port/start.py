@@ -13,7 +13,6 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.hooks import unused
 from sglang_lazy.port.model.compat import Unfit, unfit_flags
 from sglang_lazy.serving.trained_tokens import tokens_for
 
@@ -26,14 +25,11 @@ def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> l
 def check_start(config: LazyConfig, args: ServerArgs) -> None:
     """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback.
 
-    Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy, and
-    RuntimeError if the plugin has not had its say about the flags.
+    Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy.
     """
     if reason := unfit_for_cpu(args):
         raise ValueError(reason)
     args.resolve_once()
-    if targets := unused("launch"):
-        raise RuntimeError(f"sglang-lazy cannot serve: SGLang does not call what these hooks are on: {targets}")
     if reason := _unfit_default(config, args):
         raise ValueError(reason)
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):

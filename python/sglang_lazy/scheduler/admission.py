@@ -10,6 +10,7 @@ running ones. All decisions depend only on the order of requests, so every tenso
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_lazy.cache.node import Node
@@ -34,6 +35,7 @@ from sglang_lazy.scheduler.ahead import Ahead
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.budget import Budget
 from sglang_lazy.scheduler.control import ChunkControl
+from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.producer import Producer
 from sglang_lazy.scheduler.visible import Nodes, VisibleQueue
 
@@ -54,17 +56,17 @@ class ChunkAdmission:
 
     def __init__(
         self,
-        scheduler: Any,
+        facts: Facts,
         rows: RowCache,
         arrival: Arrival,
         producer: Producer,
         max_growth: int,
         max_pinned: int,
     ):
-        self.scheduler = scheduler
+        self.facts = facts
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
-        self.budget = Budget(scheduler, rows, producer, max_growth)
+        self.budget = Budget(facts, rows, producer, max_growth)
         self.pins = Pins(self.store, max_pinned)
         self.control = ChunkControl(rows, self.pins)
         self.advice = Advice(self.store.counts)
@@ -86,9 +88,9 @@ class ChunkAdmission:
 
     # Batch formation
 
-    def show(self, waiting_queue: list[Any], running_batch: Any) -> None:
+    def show(self, waiting_queue: list[Any], running: Sequence[Any]) -> None:
         """Reduce the scheduler's sorted queue to what batch formation may see."""
-        visible = self.visible_queue(running_batch)
+        visible = self.visible_queue(running)
         if visible is not waiting_queue:
             self.shown, self._waiting = visible, waiting_queue.copy()
             waiting_queue[:] = visible
@@ -98,29 +100,29 @@ class ChunkAdmission:
         may have new requests at its end."""
         if self.shown is None:
             return
-        left = self.scheduler.waiting_queue
+        left = self.facts.waiting
         shown, remains = set(self.shown), set(left)
         self.shown = None
         added = [req for req in left if req not in shown]
-        self.scheduler.waiting_queue = [req for req in self._waiting if req not in shown or req in remains] + added
+        self.facts.waiting = [req for req in self._waiting if req not in shown or req in remains] + added
 
     @property
     def num_waiting(self) -> int:
         """How many requests of users wait, also while only part of them is in the scheduler's queue."""
-        return len(self.scheduler.waiting_queue if self.shown is None else self._waiting)
+        return len(self.facts.waiting if self.shown is None else self._waiting)
 
-    def visible_queue(self, running_batch: Any) -> list[Any]:
+    def visible_queue(self, running: Sequence[Any]) -> list[Any]:
         """The waiting queue as batch formation may see it; admits parents while memory lasts."""
         self.reconcile()
-        waiting, chunked = self.scheduler.waiting_queue, self.scheduler.chunked_req
+        waiting, chunked = self.facts.waiting, self.facts.chunked
         self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
         if not self.linked_waiting and lazy_state(chunked) is None:
             return waiting
-        alone = running_batch.is_empty() and chunked is None and not self.holders
-        visible = VisibleQueue(self.store, self.budget, running_batch, alone, self.cached, self._admit, self._blocked)
+        alone = not running and chunked is None and not self.holders
+        visible = VisibleQueue(self.store, self.budget, running, alone, self.cached, self._admit, self._blocked)
 
         def serving() -> bool:
-            others = [*running_batch.reqs, *([] if chunked is None else [chunked])]
+            others = [*running, *([] if chunked is None else [chunked])]
             return bool(visible.requests) or not all(map(is_ahead, others))
 
         for req in self.ahead.behind(waiting, serving) if self.ahead.waiting else waiting:
@@ -129,7 +131,7 @@ class ChunkAdmission:
         return visible.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
 
     def _blocked(self, req: Any, num_short: float) -> None:
-        self.advice.blocked(req, num_short, self.pins.num_tokens.total())
+        self.advice.blocked(self.facts.rid(req), num_short, self.pins.num_tokens.total())
 
     def cached(self, state: LinkedRequest) -> Nodes:
         """Per slice of a parent, the node where it is cached, None if it is missing or pending."""
@@ -175,14 +177,15 @@ class ChunkAdmission:
 
         Whatever reads their KV is launched on the same stream, in the same forward pass or later.
         """
+        taken = self.facts.taken(batch)
         published: dict[ChunkKey, Node] = {}
         parents: dict[Any, None] = {}
-        for work, ends in self.producer.publish(batch, self.rows):
+        for work, ends in self.producer.publish(taken, self.facts.slots(batch), self.rows):
             published |= ends
             parents.update(dict.fromkeys(work.parents))
             self.advice.computed(work)
-        self.internal.update(filter(is_internal, batch.reqs))
-        rows = [req for req in batch.reqs if linked(req) is not None]
+        self.internal.update(one.req for one in taken if is_internal(one.req))
+        rows = [one.req for one in taken if linked(one.req) is not None]
         for req in rows:
             self.rows.complete(req, published)
             parents.pop(req, None)
@@ -205,7 +208,7 @@ class ChunkAdmission:
         if req is None or not is_internal(req):
             return False
         self.reconcile()
-        waiting = self.scheduler.waiting_queue
+        waiting = self.facts.waiting
         if (fill := fill_of(req)) is None:
             return self._parent_of(req) not in waiting
         if fill.parents:
@@ -218,7 +221,7 @@ class ChunkAdmission:
         """An internal request has given back its row.  done: whether it has computed all."""
         self.internal.discard(req)
         self.gave_back = True
-        if fill_of(req) is None and (done or self._parent_of(req) in self.scheduler.waiting_queue):
+        if fill_of(req) is None and (done or self._parent_of(req) in self.facts.waiting):
             self.arrival.end_probe(req, done)
 
     @staticmethod
@@ -232,7 +235,7 @@ class ChunkAdmission:
     def reconcile(self) -> None:
         """Release the locks of requests that have left the queue, which happens on many paths in SGLang."""
         if self.holders:
-            waiting = set(map(stand_in, self.scheduler.waiting_queue))
+            waiting = set(map(stand_in, self.facts.waiting))
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
         self.producer.reconcile()
@@ -257,14 +260,14 @@ class ChunkAdmission:
         else:
             self.revoke_newest()
 
-    def make_room_to_go_on(self, running_batch: Any) -> None:
+    def make_room_to_go_on(self, running: Sequence[Any]) -> None:
         """Free memory for the next step: SGLang aborts the last request of a batch that has no slot for another token,
         and computes the next piece of a prompt whether or not there is room for it.
         """
         if not self.rows.shares_pool:
             return  # neither locks nor pins hold memory that these take
-        needed = min(self.budget.num_left(), self.scheduler.chunked_prefill_size or 0)
-        if len(running_batch.reqs) == 1:
+        needed = min(self.budget.num_left(), self.facts.max_prefill)
+        if len(running) == 1:
             needed += 1
         while (self.holders or len(self.pins)) and self.budget.num_free_now() < needed:
             if not self.revoke_newest():
@@ -272,7 +275,7 @@ class ChunkAdmission:
 
     def may_lack_slots(self, num_tokens: int) -> bool:
         """Whether the next step may have fewer slots, while pins or a request in chunked prefill hold some."""
-        held = len(self.pins) or self.scheduler.chunked_req is not None
+        held = len(self.pins) or self.facts.chunked is not None
         return bool(held) and self.rows.shares_pool and self.budget.num_free_now() < num_tokens
 
     def give_up_pins(self) -> bool:

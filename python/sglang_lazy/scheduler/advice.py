@@ -87,13 +87,13 @@ class Advice:
                     half,
                 )
 
-    def blocked(self, req: Any, num_short: float, num_pinned: int) -> None:
+    def blocked(self, rid: str, num_short: float, num_pinned: int) -> None:
         """Note that the first prompt not admitted lacks `num_short` tokens of memory, while `num_pinned` are pinned."""
         now = self._clock()
         if num_pinned < num_short:
             self._blocked = (None, now)
-        elif req.rid != self._blocked[0]:
-            self._blocked = (req.rid, now)
+        elif rid != self._blocked[0]:
+            self._blocked = (rid, now)
         elif now - self._blocked[1] >= PATIENCE:
             self._warn(
                 "pins",
@@ -114,4 +114,4 @@ class Advice:
 def _is_ahead_of_use(fill: Fill | Encoding) -> bool:
     """Whether its prompt has almost nothing but chunks, because they are being registered or precomputed."""
     state = linked(fill.owner)
-    return state is not None and len(fill.owner.origin_input_ids) <= state.prompt.num_chunk_tokens + 2
+    return state is not None and sum(state.prompt.span_lens) <= 2

@@ -12,10 +12,11 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
-from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
+from sglang_lazy.core.segments import ChunkLimit, PromptLayout
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.scheduler.choices import Choices
+from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.scheduler.producer import NewRequest
 
@@ -46,8 +47,8 @@ class Limits(NamedTuple):
 class Arrival:
     """Gives arriving requests their state, `req.lazy`."""
 
-    def __init__(self, store: ChunkStore, limits: Limits, new_request: NewRequest):
-        self.store, self.limits, self.new_request = store, limits, new_request
+    def __init__(self, store: ChunkStore, facts: Facts, limits: Limits, new_request: NewRequest):
+        self.store, self.facts, self.limits, self.new_request = store, facts, limits, new_request
         self.reset()
         self._probe_ids = itertools.count()
 
@@ -57,16 +58,16 @@ class Arrival:
 
     def receive(self, req: Any) -> None:
         """Set the state of a request with chunks; an invalid one will be answered with a 400."""
-        if lazy_state(req) is not None or req.to_finish is not None or req.finished_reason is not None:
+        if lazy_state(req) is not None or self.facts.is_refused(req):
             return
         try:
             req.lazy = self._state(req)
         except ValueError as error:
             self.store.counts.refused[reason_of(error)] += 1
-            req.set_finish_with_abort(str(error))
+            self.facts.refuse(req, str(error))
 
     def _state(self, req: Any) -> LinkedRequest | Undecided | None:
-        layout = requested_layout(req)
+        layout = requested_layout(self.facts, req)
         if layout is None:
             return None
         policy = policy_elsewhere(layout.link)
@@ -74,13 +75,13 @@ class Arrival:
             return None
         if reason := refusal(policy, self.limits.traits):
             raise Refusal("policy", reason)
-        check_request(req, layout, self.limits.max_chunks)
+        check_request(self.facts, req, layout, self.limits.max_chunks)
         if self.limits.traits.cross_attention:
             return self._cross(req, layout, policy)
-        kept = policy.kept(layout, req.origin_input_ids)
+        kept = policy.kept(layout, self.facts.prompt(req))
         if not policy.probes:
             return self._linked(req, layout, policy, kept)
-        chosen = self._choices.recall(_chooser(req, layout, policy), req.origin_input_ids, layout.chunks)
+        chosen = self._choices.recall(self._chooser(req, layout, policy), self.facts.prompt(req), layout.chunks)
         if len(chosen) == len(layout.chunks):
             return self._linked(req, layout, policy, chosen)
         return self._undecided(req, Undecided(layout, policy, [*chosen, *kept[len(chosen) :]], len(chosen)))
@@ -99,7 +100,7 @@ class Arrival:
         extra_text: how many chunk tokens may become text later.
         hits: a bit mask of the chunks that its probe found cached, which has had the others computed.
         """
-        ids, preamble = req.origin_input_ids, None
+        ids, preamble = self.facts.prompt(req), None
         if policy.preamble == "lead":
             preamble = ids[: layout.chunks[0][0]]
         elif policy.preamble == "neutral":
@@ -107,8 +108,10 @@ class Arrival:
         if policy.preamble == "neutral" and not preamble:
             name = f"link {str(policy)!r}"
             raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")
-        images = images_of(req, layout, policy)
-        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id, images)
+        images = images_of(self.facts.images(req), layout, policy)
+        prompt = LinkedPrompt.build(
+            ids, layout, kept, self.facts.extra_key(req), preamble, self.facts.adapter(req), images
+        )
         if prompt.unkept:
             unused = sum(1 << c.index for c in prompt.unkept if hits is not None or self.store.find(c) is not None)
             req.lazy_unused_hits = unused if hits is None else unused & hits
@@ -120,11 +123,10 @@ class Arrival:
 
     def _cross(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
         """The state for a model with cross-attention. Reduces the request's prompt to its text."""
-        prompt, text = LinkedPrompt.build_cross(req.origin_input_ids, layout, req.extra_key, req.lora_id)
+        facts = self.facts
+        prompt, text = LinkedPrompt.build_cross(facts.prompt(req), layout, facts.extra_key(req), facts.adapter(req))
         self._check_fits_cross(prompt)
-        if req.logprob_start_len >= 0:
-            req.logprob_start_len = max(0, req.logprob_start_len - len(req.origin_input_ids) + len(text))
-        req.origin_input_ids = req.origin_input_ids_unpadded = text
+        facts.keep_text(req, text)
         return self._found(prompt, policy, layout.ahead)
 
     def _check_fits_cross(self, prompt: LinkedPrompt) -> None:
@@ -153,22 +155,21 @@ class Arrival:
         """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
         each chunk into the model's positions. Cuts the answer to what fits with them, as SGLang does without chunks.
         """
-        preamble_len, params = len(prompt.chunks[0].preamble), req.sampling_params
+        preamble_len, most_new = len(prompt.chunks[0].preamble), self.facts.max_new_tokens(req)
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
         lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
         chunks, longest = sum(lens.values()), max(lens.values())
         room = self.limits.pool_size - chunks - text - 2  # SGLang counts one more, and leaves one
-        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(
-            1, params.max_new_tokens
-        ):
+        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(1, most_new):
             raise Refusal(
                 "pool",
                 f"{text} tokens of text, {preamble_len + chunks} of chunks and {num_own_slots} of copies do not fit "
                 f"together into the KV pool of {self.limits.pool_size} tokens",
             )
-        params.max_new_tokens = min(params.max_new_tokens, room)
+        most_new = min(most_new, room)
+        self.facts.limit_answer(req, most_new)
         if self.limits.windows is not None:
-            self._check_windows_fit(prompt, self.limits.windows, params.max_new_tokens, spread_out=extra_text > 0)
+            self._check_windows_fit(prompt, self.limits.windows, most_new, spread_out=extra_text > 0)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",
@@ -216,10 +217,10 @@ class Arrival:
             if len(known) == len(scores):
                 kept = self._choose(state, linked.prompt, {"key size": np.concatenate(known)})
                 return self._linked(req, state.layout, state.policy, kept)
-        query_start = min(state.layout.chunks[-1][1], len(req.origin_input_ids) - 1)
+        query_start = min(state.layout.chunks[-1][1], len(self.facts.prompt(req)) - 1)
         linked.probe = Probe(req, query_start)
         # SGLang aborts by id prefix: no client's id begins with a NUL.
-        state.probe = self.new_request(f"\0probe-{next(self._probe_ids)}", req.origin_input_ids, req)
+        state.probe = self.new_request(f"\0probe-{next(self._probe_ids)}", self.facts.prompt(req), req)
         state.probe.lazy = linked
         return state
 
@@ -242,8 +243,8 @@ class Arrival:
             for chunk, part in zip(prompt.chunks, np.split(scores["key size"], ends[:-1]), strict=True):
                 self.store.keep_scores(chunk, part)
         kept = self._choose(state, prompt, scores)
-        chooser = _chooser(parent, state.layout, state.policy)
-        self._choices.remember(chooser, parent.origin_input_ids, state.layout.chunks, kept)
+        chooser = self._chooser(parent, state.layout, state.policy)
+        self._choices.remember(chooser, self.facts.prompt(parent), state.layout.chunks, kept)
         parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept, hits=probe_state.hit_mask)
         if decided is not None:
             places = {chunk.index: i for i, chunk in enumerate(prompt.chunks)}
@@ -270,35 +271,25 @@ class Arrival:
                 kept[chunk.index] = ranges
         return kept
 
+    def _chooser(self, req: Any, layout: PromptLayout, policy: Policy) -> tuple:
+        """The key to remember choices by. It separates tenants: none learns from a choice what another asked."""
+        return str(policy), self.facts.extra_key(req), self.facts.adapter(req), layout.cache_salt
 
-def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
-    """The key to remember choices by. It separates tenants, so that none learns from a choice what another asked."""
-    return str(policy), req.extra_key, req.lora_id, layout.cache_salt
 
-
-def requested_layout(req: Any) -> PromptLayout | None:
+def requested_layout(facts: Facts, req: Any) -> PromptLayout | None:
     """The layout that came with `req`, or None. Raises ValueError if it is malformed."""
-    params = req.sampling_params.custom_params
-    if not isinstance(params, dict) or LAYOUT_PARAM not in params:
-        return None
-    return PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
+    packed = facts.layout(req)
+    return None if packed is None else PromptLayout.unpack(packed, len(facts.prompt(req)))
 
 
-def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
+def check_request(facts: Facts, req: Any, layout: PromptLayout, max_chunks: int) -> None:
     """Raise ValueError if `req` asks for something that cannot be combined with chunks."""
     ChunkLimit(max_chunks).check(len(layout.chunks))
-    refused = {
-        "a session": req.session is not None,
-        "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "returned hidden states": bool(req.return_hidden_states),
-        "returned routed experts": req.return_routed_experts,
-    }
-    for feature, requested in refused.items():
-        if requested:
-            raise ValueError(f"chunks cannot be combined with {feature}")
-    last_chunk_end = layout.chunks[-1][1]
-    if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
+    if unsupported := facts.unsupported(req):
+        raise ValueError(f"chunks cannot be combined with {unsupported[0]}")
+    last_chunk_end, first = layout.chunks[-1][1], facts.first_logprob(req)
+    if first is not None and first < min(last_chunk_end, len(facts.prompt(req))):
         raise ValueError(
-            f"prompt logprobs from position {req.logprob_start_len} would need tokens inside or before a reused chunk; "
+            f"prompt logprobs from position {first} would need tokens inside or before a reused chunk; "
             f"ask from position {last_chunk_end} on"
         )

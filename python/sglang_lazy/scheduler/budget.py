@@ -1,11 +1,13 @@
 """The memory budget: how many KV slots waiting requests may claim, and how many each of them needs."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.core.state import LinkedRequest
+from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.producer import Producer
 
 
@@ -15,14 +17,14 @@ class Budget:
     max_growth: the most tokens of an answer to reserve, as SGLang does.
     """
 
-    def __init__(self, scheduler: Any, rows: RowCache, producer: Producer, max_growth: int):
-        self.scheduler, self.rows, self.producer = scheduler, rows, producer
+    def __init__(self, facts: Facts, rows: RowCache, producer: Producer, max_growth: int):
+        self.facts, self.rows, self.producer = facts, rows, producer
         self.max_growth = max_growth
 
-    def for_answers(self, running_batch: Any) -> float:
+    def for_answers(self, running: Sequence[Any]) -> float:
         """The expected growth of running requests, in tokens."""
-        growth = sum(self.growth(req) for req in running_batch.reqs)
-        return growth * self.scheduler.new_token_ratio_tracker.current
+        growth = sum(self.growth(req) for req in running)
+        return growth * self.facts.growth_ratio
 
     def for_waiting(self, for_answers: float) -> float:
         """Tokens that waiting requests may claim: what is free or evictable, minus the expected growth of running
@@ -42,26 +44,26 @@ class Budget:
         memory = self.rows.device.windows
         return self.num_free() if memory is None else min(self.num_free(), memory.free)
 
-    def windows_for_waiting(self, running_batch: Any) -> float:
+    def windows_for_waiting(self, running: Sequence[Any]) -> float:
         """Window KV that waiting requests may claim, in tokens; infinite without a pool of its own."""
         if (memory := self.rows.device.windows) is None:
             return math.inf
-        growth = sum(min(self.growth(req), memory.window) for req in running_batch.reqs)
-        return memory.free - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
+        growth = sum(min(self.growth(req), memory.window) for req in running)
+        return memory.free - self.num_left() - growth * self.facts.growth_ratio
 
     def num_left(self) -> int:
         """How many tokens of the request in chunked prefill have no slots yet."""
-        req = self.scheduler.chunked_req
-        return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_end
+        req = self.facts.chunked
+        return 0 if req is None else self.facts.num_left(req)
 
     def growth(self, req: Any) -> int:
         """How many tokens to reserve for the rest of the answer to `req`."""
-        return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
+        return min(self.facts.max_new_tokens(req) - self.facts.num_output(req), self.max_growth)
 
     def own_need(self, req: Any, state: LinkedRequest | None) -> int:
         """The most tokens that `req` itself will allocate: its text, its answer, and its policy's own slots."""
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
-        return len(req.origin_input_ids) - shared + len(req.output_ids) + self.growth(req) + 1
+        return len(self.facts.prompt(req)) - shared + self.facts.num_output(req) + self.growth(req) + 1
 
     def chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
         """Free or evictable tokens that the chunks of a parent, cached at `nodes`, still need: missing chunks without
@@ -76,10 +78,11 @@ class Budget:
 
         A node that several chunks read counts for each.
         """
-        if (memory := self.rows.device.windows) is None:
+        memory, windows = self.rows.device.windows, self.rows.windows
+        if memory is None or windows is None:
             return 0
-        num_unlocked, pairs = self.rows.windows.num_unlocked, zip(nodes, state.prompt.chunks, strict=True)
-        read = sum(num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
+        pairs = zip(nodes, state.prompt.chunks, strict=True)
+        read = sum(windows.num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
         return self._num_to_start(state, nodes) + read + memory.of_row(state.prompt.span_lens, own_need)
 
     def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:

@@ -15,6 +15,7 @@ from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import linked
+from sglang_lazy.scheduler.facts import Facts, Taken
 
 
 class EncoderProducer:
@@ -30,12 +31,13 @@ class EncoderProducer:
     def __init__(
         self,
         pending: dict[ChunkKey, Encoding],
+        facts: Facts,
         max_tokens: int,
         allocate: Callable[[int], torch.Tensor],
         free: Callable[[torch.Tensor], None],
         encode: Callable[[Sequence[Encoding]], None],
     ):
-        self.pending, self.max_tokens = pending, max_tokens
+        self.pending, self.facts, self.max_tokens = pending, facts, max_tokens
         self.allocate, self.free, self.encode = allocate, free, encode
         self._next: dict[ChunkKey, int] = {}  # token counts of the chunks that the next batch's requests miss
         self._published: list[Encoding] = []
@@ -70,14 +72,16 @@ class EncoderProducer:
                 self.free(encoding.slots)
                 del self.pending[key]
 
-    def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Encoding, dict[ChunkKey, Node]]]:
-        for req in batch.reqs:
+    def publish(
+        self, taken: Sequence[Taken], slots: torch.Tensor, rows: RowCache
+    ) -> Iterator[tuple[Encoding, dict[ChunkKey, Node]]]:
+        for req in (one.req for one in taken):
             if (state := linked(req)) is None:
                 continue
             for chunk in state.prompt.chunks:
                 encoding = self.pending.get(chunk.key)
                 if encoding is not None and req in encoding.parents:
-                    num_present, node, _ = rows.store.insert(chunk, encoding.slots, req.priority or 0)
+                    num_present, node, _ = rows.store.insert(chunk, encoding.slots, self.facts.priority(req))
                     assert not num_present, "a whole chunk begins like no other"
                     del self.pending[chunk.key]
                     self._published.append(encoding)

@@ -5,6 +5,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
@@ -12,6 +14,7 @@ from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
+from sglang_lazy.scheduler.facts import Facts, Taken
 
 NewRequest = Callable[[str, array, Any], Any]
 """Creates a prefill-only request without a client from its id, its tokens, and the request that it serves."""
@@ -38,8 +41,12 @@ class Producer(Protocol):
     def reconcile(self) -> None:
         """Drop what was aborted and what nobody waits for any more."""
 
-    def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Any, dict[ChunkKey, Node]]]:
+    def publish(
+        self, taken: Sequence[Taken], slots: torch.Tensor, rows: RowCache
+    ) -> Iterator[tuple[Any, dict[ChunkKey, Node]]]:
         """Give the tree the chunks that a prefill batch computes, once its rows are assigned.
+
+        taken: the batch's requests.  slots: those that it writes, int64.
 
         Yields each completed `Fill` or `Encoding`, and the nodes where its chunks end.
         """
@@ -57,14 +64,13 @@ class FillProducer:
     pending: the store's, from chunk key to fill request.
     max_tokens: the most tokens of a fill with several chunks. A larger one would take several batches, and all of its
         chunks would wait for the last.
-    priority_sign: 1 if low priorities go first, -1 if high ones do.
     """
 
-    def __init__(self, pending: dict[ChunkKey, Any], new_request: NewRequest, max_tokens: int, priority_sign: int = -1):
+    def __init__(self, pending: dict[ChunkKey, Any], facts: Facts, new_request: NewRequest, max_tokens: int):
         self.pending = pending
+        self.facts = facts
         self.new_request = new_request
         self.max_tokens = max_tokens
-        self.priority_sign = priority_sign
         self._ids = itertools.count()
 
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
@@ -82,9 +88,8 @@ class FillProducer:
         for req in reqs:
             if parent not in req.lazy.parents:
                 req.lazy.parents.append(parent)
-                if None not in (req.priority, parent.priority):  # without priority scheduling, some have one
-                    req.priority = min(req.priority, parent.priority, key=lambda p: p * self.priority_sign)
-        return [req for req in reqs if not is_launched(req)]
+                self.facts.hurry(req, parent)
+        return [req for req in reqs if not self.facts.is_launched(req)]
 
     def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
@@ -92,20 +97,23 @@ class FillProducer:
                 self.pending[key].lazy.parents.remove(parent)
 
     def started(self, key: ChunkKey) -> bool:
-        return is_launched(self.pending[key])
+        return self.facts.is_launched(self.pending[key])
 
     def reconcile(self) -> None:
         """Drop finished fills, and unstarted ones whose owner has left; other waiting requests get new fills."""
         for req in dict.fromkeys(self.pending.values()):
-            if req.finished() or (not is_launched(req) and req.lazy.owner not in req.lazy.parents):
+            if self.facts.is_finished(req) or (
+                not self.facts.is_launched(req) and req.lazy.owner not in req.lazy.parents
+            ):
                 self.forget(req)
 
-    def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Fill, dict[ChunkKey, Node]]]:
-        ends = itertools.accumulate(batch.extend_lens)
-        for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
+    def publish(
+        self, taken: Sequence[Taken], slots: torch.Tensor, rows: RowCache
+    ) -> Iterator[tuple[Fill, dict[ChunkKey, Node]]]:
+        for req, start, end, whole in taken:
             fill = fill_of(req)
-            if fill is not None and req is not batch.chunked_req:
-                published = fills.publish(rows, req, fill, batch.out_cache_loc[end - extend_len : end])
+            if fill is not None and whole:
+                published = fills.publish(rows, req, fill, slots[start:end])
                 self.forget(req)
                 yield fill, published
 
@@ -117,16 +125,6 @@ class FillProducer:
         for chunk in req.lazy.chunks:
             if self.pending.get(chunk.key) is req:
                 del self.pending[chunk.key]
-
-
-def max_fill_tokens(scheduler: Any) -> int:
-    """The most chunk tokens computed at once, except for a longer single chunk."""
-    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-
-
-def is_launched(req: Any) -> bool:
-    """Whether a batch has taken a fill's request."""
-    return req.kv.holds_kv
 
 
 def shares(chunks: Iterable[ChunkSlice], max_tokens: int) -> Iterator[list[ChunkSlice]]:

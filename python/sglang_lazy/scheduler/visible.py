@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_lazy.cache.node import Node
@@ -34,7 +34,7 @@ class VisibleQueue:
         self,
         store: ChunkStore,
         budget: Budget,
-        running_batch: Any,
+        running: Sequence[Any],
         alone: bool,
         cached: Callable[[LinkedRequest], Nodes],
         admit: Callable[[Any, LinkedRequest, Nodes], list[Any] | None],
@@ -44,9 +44,9 @@ class VisibleQueue:
         self.cached, self.admit, self.blocked = cached, admit, blocked
         self.requests: dict[Any, None] = {}
         # In tokens: what the answers of running requests will take, and what further requests may claim.
-        self._for_answers = budget.for_answers(running_batch)
+        self._for_answers = budget.for_answers(running)
         self._free = budget.for_waiting(self._for_answers)
-        self._free_windows = budget.windows_for_waiting(running_batch)
+        self._free_windows = budget.windows_for_waiting(running)
         self._leaves_out = self._takes_more = False
 
     def add(self, waiting: Any) -> bool:
@@ -121,7 +121,7 @@ class VisibleQueue:
         """
 
         def kind(req: Any) -> tuple[bool, bool]:
-            state, images = linked(req), req.multimodal_inputs is not None
+            state, images = linked(req), self.budget.facts.has_media(req)
             return state is not None and state.recomputes, images and masks_images
 
         if chunked is None and not self.requests:

@@ -20,7 +20,7 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
         if admission.is_abandoned(scheduler.chunked_req):
             scheduler._pending_chunked_abort_req = scheduler.chunked_req
             scheduler.process_pending_chunked_abort()
-        admission.make_room_to_go_on(running_batch)
+        admission.make_room_to_go_on(running_batch.reqs)
     return original(scheduler, running_batch, last_batch)
 
 

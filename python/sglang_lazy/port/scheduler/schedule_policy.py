@@ -19,7 +19,7 @@ def calc_priority(
         return original(policy, waiting_queue, running_batch, **kwargs)
     with policy.tree_cache.ranking():
         original(policy, waiting_queue, running_batch, **kwargs)
-    admission.show(waiting_queue, running_batch)
+    admission.show(waiting_queue, running_batch.reqs)
 
 
 def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[Any], *_args: Any) -> set[str]:

@@ -17,7 +17,7 @@ from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
-from sglang_lazy.port.facts import dp_rank
+from sglang_lazy.port.facts import SchedulerFacts, dp_rank
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
@@ -26,7 +26,7 @@ from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.encoder import EncoderProducer
-from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer, max_fill_tokens
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
 
 def admission_of(scheduler: Any) -> ChunkAdmission | None:
@@ -69,7 +69,7 @@ def new_admission(
     max_pinned: a share of the chunks' pool.
     encode: computes chunks that have their own pool.
     """
-    rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
+    rows, new_request, facts = scheduler.tree_cache.rows, internal_requests(scheduler), SchedulerFacts(scheduler)
     limits = Limits(
         pool_size=rows.device.size,
         chunk_pool_size=rows.store.device.size,
@@ -82,14 +82,18 @@ def new_admission(
     )
     producer: Producer
     if encode is None:
-        sign = 1 if scheduler.schedule_low_priority_values_first else -1
-        producer = FillProducer(rows.store.pending, new_request, max_fill_tokens(scheduler), sign)
+        producer = FillProducer(rows.store.pending, facts, new_request, limits.max_fill_tokens)
     else:
-        device = rows.store.device
-        producer = EncoderProducer(rows.store.pending, max_fill_tokens(scheduler), device.allocate, device.free, encode)
-    arrival = Arrival(rows.store, limits, new_request)
+        device, most = rows.store.device, limits.max_fill_tokens
+        producer = EncoderProducer(rows.store.pending, facts, most, device.allocate, device.free, encode)
+    arrival = Arrival(rows.store, facts, limits, new_request)
     budget = int(max_pinned * rows.store.device.size)
-    return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+    return ChunkAdmission(facts, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+
+
+def max_fill_tokens(scheduler: Any) -> int:
+    """The most chunk tokens computed at once, except for a longer single chunk."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:
@@ -143,7 +147,7 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
     """Around `Scheduler._add_request_to_queue`, through which all requests, even retracted ones, enter the queue."""
     admission = admission_of(scheduler)
     if admission is None:
-        _refuse_chunks(req)
+        _refuse_chunks(scheduler, req)
         original(scheduler, req, *args, **kwargs)
     elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
         admission.producer.forget(req)
@@ -167,12 +171,12 @@ def _drop_layout(req: Req) -> None:
         params.custom_params = None
 
 
-def _refuse_chunks(req: Req) -> None:
+def _refuse_chunks(scheduler: Any, req: Req) -> None:
     """Without chunk reuse, refuse prompts with chunks unless their policy reuses none."""
     if req.to_finish is not None:
         return
     try:
-        layout = requested_layout(req)
+        layout = requested_layout(SchedulerFacts(scheduler), req)
         if layout is not None and policy_elsewhere(layout.link).reuses:
             raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Chunks in SGLang's Responses API: the request model, and its conversion to a prompt."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -38,12 +38,21 @@ class ResponsesRequest(MessagesWithChunks, StockRequest):
         return with_layout(super().to_sampling_params(*args, **kwargs), self._layout, self._manager)
 
 
-class _Messages(list):
-    """Messages with placeholders, as SGLang stores them for the next turn, and the chunks in their place."""
+class _History(list):
+    """A conversation with placeholders, as SGLang stores it for the next turn, and the chunks in their place."""
 
-    def __init__(self, messages: Any, chunk_parts: ChunkParts):
-        super().__init__(messages)
+    def __init__(self, items: Iterable, chunk_parts: ChunkParts):
+        super().__init__(items)
         self.chunk_parts = chunk_parts
+
+    def __add__(self, answer: list) -> "_History":
+        return _History([*self, *answer], self.chunk_parts)
+
+
+def keep_chunks(history: list, _serving: Any, request: Any) -> list:
+    """After `OpenAIServingResponses._response_input_history`, which SGLang stores, followed by the answer."""
+    chunk_parts = request._chunk_parts if isinstance(request, ResponsesRequest) else None
+    return _History(history, chunk_parts) if chunk_parts is not None and chunk_parts.parts else history
 
 
 async def make_request(
@@ -64,10 +73,10 @@ async def make_request(
 
 
 async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:
-    chunk_parts = request._chunk_parts
     stored = None if earlier is None else serving.msg_store.get(earlier.id)
-    if isinstance(stored, _Messages):
-        chunk_parts = chunk_parts.continuing(stored.chunk_parts)
+    if isinstance(stored, _History):
+        request._chunk_parts = request._chunk_parts.continuing(stored.chunk_parts)
+    chunk_parts = request._chunk_parts
     if not chunk_parts.parts:
         request.refuse_without_chunks()
         return await make(serving, request, earlier, tokenizer)
@@ -79,7 +88,7 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     refuse_media(processed, "image", "video", "audio")  # SGLang would drop them in this API
     input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
     request._manager, request.cache_salt = manager, None  # the layout carries the cache salt
-    return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed
+    return messages, [input_ids], [input_ids], processed
 
 
 def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None, **_kwargs: Any) -> list:

@@ -133,6 +133,7 @@ HOOKS = (
         "completions with chunks",
     ),
     feature(f"{_RESPONSES}._make_request", responses.make_request, "AROUND", "responses with chunks"),
+    feature(f"{_RESPONSES}._response_input_history", responses.keep_chunks, "AFTER", "chunks of earlier turns"),
     repair(
         f"{_RESPONSES}._construct_input_messages",
         responses.refuse_empty,

@@ -1,0 +1,118 @@
+"""What admission asks about SGLang's scheduler and its requests. The port knows where SGLang keeps it."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+
+class Taken(NamedTuple):
+    """A request of which a prefill batch computes a part.
+
+    start, end: its part of the slots that the batch writes.  whole: whether its prompt ends in this batch.
+    """
+
+    req: Any
+    start: int
+    end: int
+    whole: bool
+
+
+class GivenImages(NamedTuple):
+    """The images of a prompt, in order.
+
+    items: SGLang's.  ranges: the tokens of each.  hashes: of their contents and shapes.
+    places: int64 [3, length of the prompt], the positions of all its tokens on three axes.
+    """
+
+    items: Sequence[Any]
+    ranges: Sequence[tuple[int, int]]
+    hashes: Sequence[int]
+    places: np.ndarray
+
+
+class Facts(Protocol):
+    """The facts of one scheduler.
+
+    waiting: its queue, which admission reorders and replaces.
+    chunked: the request in chunked prefill, if there is one.
+    max_prefill: the most tokens of a prompt in one batch, 0 for no limit.
+    growth_ratio: the share of the longest possible answers that running requests are expected to reach.
+    """
+
+    waiting: list[Any]
+
+    @property
+    def chunked(self) -> Any | None: ...
+
+    @property
+    def max_prefill(self) -> int: ...
+
+    @property
+    def growth_ratio(self) -> float: ...
+
+    def taken(self, batch: Any) -> list[Taken]:
+        """The requests of a prefill batch whose rows are assigned."""
+
+    def slots(self, batch: Any) -> torch.Tensor:
+        """The slots that a prefill batch writes, int64."""
+
+    # Requests
+
+    def rid(self, req: Any) -> str: ...
+
+    def prompt(self, req: Any) -> array:
+        """Its tokens, int64."""
+
+    def extra_key(self, req: Any) -> str | None:
+        """The key that its client or its adapter adds to the names of its KV."""
+
+    def adapter(self, req: Any) -> str | None:
+        """The id of its LoRA adapter."""
+
+    def layout(self, req: Any) -> Any | None:
+        """The packed layout that came with it."""
+
+    def images(self, req: Any) -> GivenImages | None:
+        """Its images. Raises ValueError for other media, and for images without positions on three axes."""
+
+    def has_media(self, req: Any) -> bool: ...
+
+    def unsupported(self, req: Any) -> list[str]:
+        """What it asks for that cannot be combined with chunks."""
+
+    def first_logprob(self, req: Any) -> int | None:
+        """From which position of the prompt on it wants log-probabilities, None if from none."""
+
+    def num_output(self, req: Any) -> int: ...
+
+    def max_new_tokens(self, req: Any) -> int: ...
+
+    def num_left(self, req: Any) -> int:
+        """How many tokens of its prompt have no slots yet, once it is in chunked prefill."""
+
+    def is_launched(self, req: Any) -> bool:
+        """Whether a batch has taken it."""
+
+    def is_finished(self, req: Any) -> bool: ...
+
+    def is_refused(self, req: Any) -> bool:
+        """Whether it will be answered with an error."""
+
+    def priority(self, req: Any) -> int:
+        """How much longer than others what it uses stays cached."""
+
+    # Changes
+
+    def refuse(self, req: Any, reason: str) -> None:
+        """Have it answered with a 400."""
+
+    def limit_answer(self, req: Any, max_new_tokens: int) -> None: ...
+
+    def keep_text(self, req: Any, text: array) -> None:
+        """Reduce its prompt to `text`, int64, which ends like the prompt."""
+
+    def hurry(self, req: Any, parent: Any) -> None:
+        """Give an internal request the scheduling priority of `parent`, if that goes first."""
