@@ -28,13 +28,13 @@ class WindowMemory(NamedTuple):
 
 
 class Device(Protocol):
-    """A pool of slots, which several trees may share.
+    """A pool of slots, which several trees may share."""
 
-    size: capacity, in slots.
-    """
-
-    size: int
     device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Capacity, in slots."""
 
     def available_size(self) -> int:
         """The number of free slots."""
@@ -58,3 +58,6 @@ class Device(Protocol):
 
     def free(self, slots: torch.Tensor) -> None:
         """Take back slots, and the window KV in them."""
+
+    def clear(self) -> None:
+        """Take back all slots."""

@@ -85,7 +85,8 @@ class Mirror:
 class AgedTree(Protocol):
     """A tree that knows the ages of its leaves, by the clock of the mirror; see `RadixTree`."""
 
-    num_evictable: int
+    @property
+    def num_evictable(self) -> int: ...
 
     def oldest(self) -> int | None: ...
 

@@ -16,8 +16,10 @@ from sglang_lazy.cache.parts import Part, Watcher
 class Allocator(Protocol):
     """The device's slots, as SGLang's allocators hand them out."""
 
-    size: int
     device: torch.device
+
+    @property
+    def size(self) -> int: ...
 
     def available_size(self) -> int: ...
 

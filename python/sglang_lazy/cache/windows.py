@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from sglang_lazy.cache.device import WindowMemory
 from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.parts import Part
@@ -19,11 +20,14 @@ from sglang_lazy.core.keys import of_chunks
 class WindowPool(Protocol):
     """The smaller pool. Each slot of the other layers may have a window slot; slots below are those of the others.
 
-    size: in tokens.  window: how many tokens before its own a query sees.
+    window: how many tokens before its own a query sees.
     """
 
-    size: int
     window: int
+
+    @property
+    def size(self) -> int:
+        """In tokens."""
 
     def available_size(self) -> int: ...
 
@@ -55,11 +59,11 @@ class Windows(Part):
     A lock on a node also locks the window KV of a number of tokens up to the end of that node. If the first of them is
     inside a node, that node is split, so that the same tokens can be unlocked later.
 
-    num_evictable, num_locked: tokens with window KV.
+    pool: where it is.  num_evictable, num_locked: tokens with window KV.
     """
 
     def __init__(self, tree: RadixTree, pool: WindowPool):
-        self._tree, self._pool = tree, pool
+        self._tree, self.pool = tree, pool
         self.reset()
 
     def reset(self) -> None:
@@ -67,10 +71,15 @@ class Windows(Part):
         self._unlocked: set[Node] = set()
         self.num_evictable = self.num_locked = 0
 
+    def memory(self, also_evictable: int) -> WindowMemory:
+        """The pool.  also_evictable: tokens in it that others can evict."""
+        free = self.pool.available_size() + self.num_evictable + also_evictable
+        return WindowMemory(self.pool.size, free, self.pool.window)
+
     # Reading
 
     def readable(self, node: Node, spread: int | None) -> Node:
-        end, needed = node, None if spread is None else self._pool.window + spread
+        end, needed = node, None if spread is None else self.pool.window + spread
         count = 0
         while not node.is_root and (needed is None or count < needed):
             if node.window is None:
@@ -84,7 +93,7 @@ class Windows(Part):
         if node.is_root:
             return
         # Text is matched again without its last token, which is computed in any case.
-        count, now = self._pool.window + spread + (not of_chunks(node.namespace)), node.last_use
+        count, now = self.pool.window + spread + (not of_chunks(node.namespace)), node.last_use
         while count > 0 and not node.is_root:
             if node.window is not None:
                 node.window.last_use = now
@@ -109,7 +118,7 @@ class Windows(Part):
 
     def num_unlocked(self, node: Node, spread: int = 0) -> int:
         """How many free or evictable tokens of window KV it would take to lock `node`."""
-        count, num_unlocked = self._pool.window + spread, 0
+        count, num_unlocked = self.pool.window + spread, 0
         while count > 0 and not node.is_root:
             num_unlocked += 0 if node.window.locks else min(count, len(node))
             count -= len(node)
@@ -118,7 +127,7 @@ class Windows(Part):
 
     def _last(self, node: Node, spread: int) -> Iterator[Node]:
         """The nodes of the last tokens up to the end of `node`, last node first, splitting one if needed."""
-        count = self._pool.window + spread
+        count = self.pool.window + spread
         while count > 0 and not node.is_root:
             if count < len(node):
                 self._tree.split(node, len(node) - count)
@@ -151,7 +160,7 @@ class Windows(Part):
                     self._tree.split(node, start - count + len(node))
                 own = slots[count - len(node) : count]
                 if count <= num_present:
-                    self._pool.share(node.slots, own)
+                    self.pool.share(node.slots, own)
                     lent.append(own)
                 node.window = WindowKV(0 if of_chunks(node.namespace) else node.last_use)
                 self.num_evictable += len(node)
@@ -162,14 +171,14 @@ class Windows(Part):
 
     def take(self, lent: torch.Tensor) -> None:
         """The tree alone has the window KV of slots lent to it, see `RadixTree.add`, from now on."""
-        self._pool.take_back(lent)
+        self.pool.take_back(lent)
 
     # Leaving
 
     def evict(self, num_tokens: int) -> None:
         """Free so many tokens of window KV, or fewer if there are no more."""
-        wanted = self._pool.available_size() + num_tokens
-        while self._pool.available_size() < wanted:
+        wanted = self.pool.available_size() + num_tokens
+        while self.pool.available_size() < wanted:
             if (node := self._heap.pop(self._unlocked)) is not None:
                 self._evict(node)
             elif not self._tree.release_lock():
@@ -181,13 +190,13 @@ class Windows(Part):
             self._tree.evict_leaf(node)
             return
         self._drop(node)
-        self._pool.free(node.slots)
+        self.pool.free(node.slots)
         behind = [(node, 0)]
         while behind:  # chunks that end less than a window later cannot be read any more
             end, distance = behind.pop()
             self._tree.watcher.gone(end)
             nearer = ((child, distance + len(child)) for child in end.children.values())
-            behind += [(child, far) for child, far in nearer if far < self._pool.window]
+            behind += [(child, far) for child, far in nearer if far < self.pool.window]
 
     def left_device(self, node: Node) -> bool:
         """The allocator frees window slots with the slots that have them."""

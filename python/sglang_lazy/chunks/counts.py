@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.core.refusal import REASONS
 
@@ -81,7 +80,8 @@ class Occupancy(NamedTuple):
         """Count `chunks`, which takes half a millisecond for a thousand."""
         counts, tokens = [0] * len(_STATES), [0] * len(_STATES)
         for chunk in chunks:
-            node: Node = chunk.node
+            node = chunk.node
+            assert node is not None
             if node.slots is None:
                 state = _HOST
             elif not node.locks:

@@ -63,7 +63,7 @@ class Pins:
         new = [chunk for chunk in chunks if chunk.pin is None]
         yielding = self._yielding_to(new)
         locked: list[Node] = []
-        nodes: list[Node] = [chunk.node for chunk in new]
+        nodes = [chunk.node for chunk in new if chunk.node is not None]
         # Loading evicts, so lock the resident ones first.
         for node in sorted(nodes, key=lambda node: node.slots is None):
             if node.slots is None and not self.store.load([node]):
@@ -109,6 +109,7 @@ class Pins:
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
             self.num_tokens -= Counter({chunk.tenant: chunk.num_tokens})  # drops tenants without pins
+            assert chunk.node is not None, "a pin is a lock"
             self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:

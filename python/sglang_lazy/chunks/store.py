@@ -267,7 +267,9 @@ class ChunkStore(Watcher):
         """Enter those of the missing `slices` that have been published.  published: nodes by chunk key."""
         for i, chunk in enumerate(slices):
             if chunks.nodes[i] is None and (node := published.get(chunk.key)) is not None:
-                self.enter(chunks, i, node if chunk.num_needed == chunk.num_tokens else self.find(chunk))
+                end = node if chunk.num_needed == chunk.num_tokens else self.find(chunk)
+                assert end is not None, "it has just been published"
+                self.enter(chunks, i, end)
 
     def unlocked_size(self, nodes: Iterable[Node]) -> int:
         """How many free or evictable tokens it would take to lock `nodes` and load those on the host."""

@@ -12,7 +12,7 @@ import xxhash
 class Namespace(NamedTuple):
     """A part of the radix tree whose KV was computed under the same conditions. A tuple, which no client can forge.
 
-    kind: "chunk"; "whole" for a chunk all of whose tokens see one another; "text" for what else prompts with chunks hold.
+    kind: "chunk"; "whole" for a chunk all of whose tokens see one another; "text" for other text of prompts with any.
     extra_key: that of SGLang's request: its client's own key, and the id of its LoRA adapter.
     cache_salt: the tenant's private namespace, None for the shared one.
     variant: what else the KV depends on. For text, the digest of the path before it, None for leading text. For a

@@ -78,10 +78,11 @@ class Budget:
 
         A node that several chunks read counts for each.
         """
-        if (memory := self.rows.device.windows) is None:
+        memory, windows = self.rows.device.windows, self.rows.windows
+        if memory is None or windows is None:
             return 0
-        num_unlocked, pairs = self.rows.windows.num_unlocked, zip(nodes, state.prompt.chunks, strict=True)
-        read = sum(num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
+        pairs = zip(nodes, state.prompt.chunks, strict=True)
+        read = sum(windows.num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
         return self._num_to_start(state, nodes) + read + memory.of_row(state.prompt.span_lens, own_need)
 
     def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:

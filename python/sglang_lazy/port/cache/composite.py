@@ -20,12 +20,9 @@ match fast.
 """
 
 import contextlib
-import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -36,18 +33,15 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_lazy.cache.device import WindowMemory
-from sglang_lazy.cache.mirror import Mirror, evict_older
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.block_events import BlockEvents
-from sglang_lazy.port.cache.pools import WindowSlots
+from sglang_lazy.port.cache.room import Room
 from sglang_lazy.port.cache.tiers import HostMemories, Tiers
 from sglang_lazy.port.model.images import order_images
 
@@ -56,48 +50,33 @@ class CompositeCache:
     """SGLang's own cache and ours, as one.
 
     plain: SGLang's, as its factory made it.  tree: ours, in the same pool.  clock: by which `tree` counts uses.
-    window_slots: the pool of window KV, None if all layers share one.  windows: the part of `tree` for it.
+    windows: the part of `tree` for window KV; None if all layers share a pool.
+    room: what both evict.
     rows: lays out the rows of linked requests, set once. Its chunks may have a tree and a pool of their own.
     tiers: below the device, of chunks; None without.
     events: of both trees, a part of ours; None unless they are published.
-    mirror: of `plain`, whose nodes tell no ages.  admission: of linked requests; set once the scheduler is complete.
+    admission: of linked requests; set once the scheduler is complete.
 
     Every choice here follows from the order of requests, not from times of day, so all ranks make the same.
     """
 
-    __slots__ = (
-        "_clock",
-        "_plain_gives",
-        "_ranks",
-        "admission",
-        "events",
-        "mirror",
-        "plain",
-        "rows",
-        "tiers",
-        "tree",
-        "window_slots",
-        "windows",
-    )
+    __slots__ = ("_clock", "_ranks", "admission", "events", "plain", "room", "rows", "tiers", "tree", "windows")
 
     plain: Any
     tree: RadixTree
-    rows: RowCache
     windows: Windows | None
-    window_slots: WindowSlots | None
-    mirror: Mirror
+    room: Room
+    rows: RowCache
     tiers: Tiers | None
     events: BlockEvents | None
     admission: Any
 
-    def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], window_slots: WindowSlots | None = None):
+    def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], windows: Windows | None = None):
         object.__setattr__(self, "plain", plain)
-        self.tree, self._clock, self.window_slots = tree, clock, window_slots
-        self.windows = None if window_slots is None else Windows(tree, window_slots)
-        tree.parts = () if self.windows is None else (self.windows,)
-        self.mirror, self.tiers, self.events, self.admission, self._ranks = Mirror(), None, None, None, False
+        self.tree, self._clock, self.windows, self.room = tree, clock, windows, Room(plain, tree, windows)
+        self.tiers, self.events, self.admission, self._ranks = None, None, None, False
         # SGLang's cache makes room for what it loads from its own tiers: our tree must give its share of that, too.
-        self._plain_gives, plain.evict_for_alloc = plain.evict_for_alloc, self.evict_for_alloc
+        plain.evict_for_alloc = self.evict_for_alloc
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -156,7 +135,10 @@ class CompositeCache:
 
     def prefix_device_indices(self, req: Any) -> Any:
         node = req.last_node
-        return node.slots[: req.prefix_len] if isinstance(node, RowNodes) else self.plain.prefix_device_indices(req)
+        if not isinstance(node, RowNodes):
+            return self.plain.prefix_device_indices(req)
+        assert node.slots is not None
+        return node.slots[: req.prefix_len]
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
         if (state := linked(req)) is not None:
@@ -169,7 +151,7 @@ class CompositeCache:
             self.plain.checkpoint(req, up_to=up_to, **more)
             if self.plain.supports_prefix_sharing():
                 tokens = req.full_untruncated_fill_ids[:up_to]
-                self.mirror.touch(tokens, (req.extra_key, req.cache_salt), next(self._clock))
+                self.room.mirror.touch(tokens, (req.extra_key, req.cache_salt), next(self._clock))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         if (state := linked(req)) is not None:
@@ -225,82 +207,12 @@ class CompositeCache:
     # Both trees
 
     def evict(self, params: EvictParams) -> EvictResult:
-        return self._evict(params, self.plain.evict)
+        return self.room.evict(params, self.plain.evict)
 
     def evict_for_alloc(self, params: EvictParams, **joint: Any) -> EvictResult:
         """SGLang's callers name what is missing.  joint: for pools that several kinds of state share, unlike ours."""
-        return self._plain_gives(params, **joint) if joint else self._evict(params, self._plain_gives)
-
-    def _evict(self, params: EvictParams, plain_gives: Callable[[EvictParams], EvictResult]) -> EvictResult:
-        """Copies under way lock what they read or write: if eviction falls short, it waits for them."""
-        begun, given = time.perf_counter(), EvictResult()
-        windows_before = 0 if self.window_slots is None else self.window_slots.available_size()
-        own = self._evict_tokens(params.num_tokens, self.tree, given, plain_gives)
-        if self.windows is None:
-            if params.swa_num_tokens:
-                self._give(EvictParams(swa_num_tokens=params.swa_num_tokens), given, plain_gives)
-        else:
-            self._evict_windows(windows_before + params.swa_num_tokens, given, plain_gives)
-            given.swa_num_tokens_evicted = self.window_slots.available_size() - windows_before
-        if params.mamba_num:
-            self._give(EvictParams(mamba_num=params.mamba_num), given, plain_gives)
-        self.plain.update_eviction_metrics(own, begun)
-        given.num_tokens_evicted += own
-        return given
-
-    def _evict_tokens(
-        self, num_tokens: int, tree: Any, given: EvictResult, plain_gives: Callable[[EvictParams], EvictResult]
-    ) -> int:
-        """Evict from both trees; returns how many tokens `tree`, ours or a view of it, gave."""
-        own, ours_copies = 0, self.tiers is not None and self.rows.shares_pool
-
-        def give(count: int) -> int:
-            return self._give(EvictParams(num_tokens=count), given, plain_gives)
-
-        while (missing := num_tokens - own - given.num_tokens_evicted) > 0:
-            own += evict_older(missing, tree, self.mirror, give)
-            if num_tokens <= own + given.num_tokens_evicted or not (ours_copies and self.tiers.is_copying):
-                break
-            self.tiers.finish()
-        return own
-
-    def _give(self, wanted: EvictParams, given: EvictResult, plain_gives: Callable[[EvictParams], EvictResult]) -> int:
-        """Have SGLang's cache evict; adds to `given`, and returns how many tokens it did."""
-        result = plain_gives(wanted)
-        for field in dataclasses.fields(EvictResult):
-            setattr(given, field.name, getattr(given, field.name) + getattr(result, field.name))
-        num_left = self.plain.full_evictable_size() + self.plain.full_protected_size()
-        self.mirror.gave(result.num_tokens_evicted, num_left)
-        return result.num_tokens_evicted
-
-    def _evict_windows(
-        self, wanted: int, given: EvictResult, plain_gives: Callable[[EvictParams], EvictResult]
-    ) -> None:
-        """Evict window KV until `wanted` tokens of it are free. Its ages are known in our tree only, so the tree with
-        more of it to give is asked first."""
-
-        def missing() -> int:
-            return max(0, wanted - self.window_slots.available_size())
-
-        if self.windows.num_evictable >= self.plain.swa_evictable_size():
-            self.windows.evict(min(missing(), self.windows.num_evictable))
-        if missing():
-            self._give(EvictParams(swa_num_tokens=missing()), given, plain_gives)
-        self.windows.evict(missing())  # in the end, waiting requests lose their locks
-
-    def take(self, num_tokens: int) -> torch.Tensor:
-        """Evict so many tokens from both trees; returns the slots of ours, whose nodes' copies are kept."""
-        taker = _Taker(self.tree)
-        self._evict_tokens(num_tokens, taker, EvictResult(), self._plain_gives)
-        return torch.cat(taker.slots)
-
-    def make_room(self, num_tokens: int) -> None:
-        evict_from_tree_cache(self, num_tokens)
-
-    def window_memory(self) -> WindowMemory | None:
-        if self.window_slots is None:
-            return None
-        return self.window_slots.memory(self.windows, self.plain.swa_evictable_size())
+        gives = self.room.plain_gives
+        return gives(params, **joint) if joint else self.room.evict(params, gives)
 
     def evictable_size(self) -> int:
         return self.plain.evictable_size() + self.tree.num_evictable
@@ -328,7 +240,7 @@ class CompositeCache:
         if self.tiers is not None:
             self.tiers.stop()
         self.plain.reset()
-        self.mirror.reset()
+        self.room.mirror.reset()
         self.tree.reset()  # with its parts
         if not self.rows.shares_pool:
             self.rows.store.tree.reset()
@@ -373,19 +285,3 @@ class CompositeCache:
     def clear_storage_backend(self) -> bool:
         """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks."""
         return self.tiers is not None and self.tiers.storage is not None and self.tiers.storage.clear()
-
-
-class _Taker:
-    """Our tree for `evict_older`, as `take` evicts from it.  slots: those evicted, int64."""
-
-    def __init__(self, tree: RadixTree):
-        self._tree, self.oldest = tree, tree.oldest
-        self.slots = [tree.take(0)]
-
-    @property
-    def num_evictable(self) -> int:
-        return self._tree.num_evictable
-
-    def evict(self, num_tokens: int) -> int:
-        self.slots.append(self._tree.take(num_tokens))
-        return len(self.slots[-1])

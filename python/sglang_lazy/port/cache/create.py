@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_context, get_memory
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.cache.node import ORDERS
 from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
@@ -20,6 +21,7 @@ from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.cache.connect import connect_storage
 from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
+from sglang_lazy.port.cache.room import Room
 from sglang_lazy.port.cache.tier_report import HostReport
 from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.model.comb import chunk_pool_of
@@ -35,29 +37,36 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         on_gpu = torch.device(slots.device).type == "cuda"
         has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
         plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
-    windows = WindowSlots(slots, params.sliding_window_size) if context.is_hybrid_swa else None
-    own = slots if windows is None else HybridSlots(slots)
-    cache = CompositeCache(plain, tree := RadixTree(own, order, clock), clock, windows)
-    device = Pool(own, cache)
+    own: Any = HybridSlots(slots) if context.is_hybrid_swa else slots
+    tree = RadixTree(own, order, clock)
+    windows = Windows(tree, WindowSlots(slots, params.sliding_window_size)) if context.is_hybrid_swa else None
+    tree.parts = () if windows is None else (windows,)
+    cache = CompositeCache(plain, tree, clock, windows)
+    trees: Room | OneTree = cache.room
+    device = Pool(own, trees)
     if pool is None:
-        cache.rows = RowCache(ChunkStore(tree, device, cache.windows), params.req_to_token_pool)
+        store = ChunkStore(tree, device, windows)
+        cache.rows = RowCache(store, params.req_to_token_pool)
     else:
         of_chunks = RadixTree(pool.allocator, order, clock)
-        store = ChunkStore(of_chunks, Pool(pool.allocator, OneTree(of_chunks)))
+        trees = OneTree(of_chunks)
+        store = ChunkStore(of_chunks, Pool(pool.allocator, trees))
         cache.rows = RowCache(store, params.req_to_token_pool, tree, device)
+    if params.enable_kv_cache_events:
+        cache.events = BlockEvents()
+        tree.parts += (cache.events,)
     if context.enable_hierarchical_cache:
         kv = slots.get_kvcache() if pool is None else pool.kv
         collector = plain.metrics_collector
         report = HostReport() if collector is None else HostReport.measured(collector)
-        cache.tiers = tiers = Tiers(cache.store, kv, order, share, params, report)
-        table_of(params.req_to_token_pool).loads = tiers.transfers
+        cache.tiers = trees.copying = tiers = Tiers(store, kv, order, share, params, report)
+        table = table_of(params.req_to_token_pool)
+        assert table is not None, "a server without chunk reuse has SGLang's cache"
+        table.loads = tiers.transfers
+        if cache.events is not None and pool is None:
+            tiers.watchers.each.append(cache.events)
         if get_memory().hicache_storage_backend is not None:
-            tiers.connect(connect_storage(cache.store, tiers.host, tiers.agree, runner, params.enable_metrics))
-    if params.enable_kv_cache_events:
-        cache.events = BlockEvents()
-        tree.parts += (cache.events,)
-        if cache.tiers is not None:
-            cache.tiers.watchers.each.append(cache.events)
+            tiers.connect(connect_storage(store, tiers.host, tiers.agree, runner, params.enable_metrics))
     return cache
 
 

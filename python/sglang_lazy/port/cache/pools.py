@@ -5,20 +5,18 @@ from typing import Any, Protocol
 import torch
 
 from sglang_lazy.cache.device import WindowMemory
-from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.tree import RadixTree
-from sglang_lazy.cache.windows import Windows
+from sglang_lazy.port.cache.room import Copying
 
 
 class Trees(Protocol):
-    """What gives the slots of a pool back."""
+    """What gives the slots of a pool back: `Room`, or `OneTree`."""
 
-    def full_evictable_size(self) -> int: ...
+    def evictable_size(self) -> int: ...
 
     def take(self, num_tokens: int) -> torch.Tensor: ...
 
-    def make_room(self, num_tokens: int) -> None:
-        """Evict until so many slots are free, with window KV, or nothing more can be evicted."""
+    def make_room(self, num_tokens: int) -> None: ...
 
     def window_memory(self) -> WindowMemory | None: ...
 
@@ -29,11 +27,14 @@ class Pool:
     def __init__(self, allocator: Any, trees: Trees):
         self._allocator, self._trees, self.device = allocator, trees, torch.device(allocator.device)
         self.free, self.alloc, self.available_size = allocator.free, allocator.alloc, allocator.available_size
-        self.take, self.evictable_size = trees.take, trees.full_evictable_size
+        self.take, self.evictable_size = trees.take, trees.evictable_size
 
     @property
     def size(self) -> int:
         return self._allocator.size
+
+    def clear(self) -> None:
+        self._allocator.clear()
 
     @property
     def windows(self) -> WindowMemory | None:
@@ -48,24 +49,21 @@ class Pool:
 
 
 class OneTree:
-    """The tree of a pool that no cache of SGLang's shares.  host: its host tier, if any."""
+    """The tree of a pool that no cache of SGLang's shares.  copying: of its nodes; None without."""
 
     def __init__(self, tree: RadixTree):
-        self._tree = tree
-        self.take = tree.take
-        self.host: HostKV | None = None
+        self._tree, self.take = tree, tree.take
+        self.copying: Copying | None = None
 
-    def full_evictable_size(self) -> int:
+    def evictable_size(self) -> int:
         return self._tree.num_evictable
 
     def make_room(self, num_tokens: int) -> None:
         slots = self._tree.allocator
-        for finish in (None, self.host):
-            if finish is not None:
-                finish.finish()  # copies under way lock what they read or write
-            if (lacking := num_tokens - slots.available_size()) <= 0:
-                return
-            self._tree.evict(lacking)
+        self._tree.evict(num_tokens - slots.available_size())
+        if slots.available_size() < num_tokens and self.copying is not None:
+            self.copying.finish()  # copies under way lock what they read or write
+            self._tree.evict(num_tokens - slots.available_size())
 
     def window_memory(self) -> WindowMemory | None:
         return None
@@ -105,7 +103,3 @@ class WindowSlots:
 
     def take_back(self, lenders: torch.Tensor) -> None:
         self._allocator.clear_full_to_swa_mapping(lenders)
-
-    def memory(self, windows: Windows, also_evictable: int) -> WindowMemory:
-        """also_evictable: tokens of window KV that SGLang's own cache can evict."""
-        return WindowMemory(self.size, self.available_size() + windows.num_evictable + also_evictable, self.window)
