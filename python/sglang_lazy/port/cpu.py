@@ -41,7 +41,7 @@ def unfit_for_cpu(args: Any) -> str | None:
 
 
 def replace_triton(args: Any, resolve: Callable[[Any], None]) -> None:
-    """Around SGLang's resolution of the attention backend, which follows its check that the model supports it: on a CPU,
+    """Around SGLang's resolution of the attention backend, after its check that the model supports it: on a CPU,
     replace triton by torch_native. For Gemma 4, SGLang accepts only GPU backends.
 
     Not with the fallback: SGLang's own attention may then have to serve the model, and the check is right.
