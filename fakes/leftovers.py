@@ -61,7 +61,7 @@ def held(scheduler: Any) -> dict[str, int]:
         numbers["host slots"] = host.memory.slots.size - host.memory.slots.num_free
         while nodes:
             nodes += (node := nodes.pop()).children.values()
-    XX
+            numbers["host slots"] -= 0 if node.host is None else len(node.host.slots)
         numbers["copies"] = sum(map(len, host._under_way))
     return {name: int(number) for name, number in numbers.items()}
 
