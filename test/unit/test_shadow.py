@@ -31,7 +31,6 @@ class Manager:
 
     def __init__(self):
         self.rid_to_state = {}
-        self.child_rid_to_logical_rid = {}
         self.is_pause = self.gracefully_exit = False
         self.preferred_sampling_params = None
         self.requests = []
