@@ -179,8 +179,9 @@ class Pools:
         model_runner.forward_batch_generation(lambda _worker, batch: self.wait_and_forward(batch), worker, batch)
 
     def wait_and_forward(self, batch: ScheduleBatch) -> None:
-        """Run the forward pass after loads, for which attention would wait."""
-        if self.has_tiers:
+        """Run the forward pass after loads, for which attention would wait if it reads chunks. Decode, as a CUDA graph,
+        waits for none."""
+        if self.has_tiers and self.rows.segment_table.current is not None and not batch.forward_mode.is_decode():
             for layer in range(self.cache.tiers.host.memory.num_layers):
                 self.cache.tiers.transfers.wait(layer)
         self.forward(batch)
