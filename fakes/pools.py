@@ -24,6 +24,7 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.transfers import Transfers
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache import create, tiers
@@ -103,7 +104,8 @@ class Pools:
             sliding_window_size=window or None,
             tree_core_backend="python",  # whose nodes can be looked at
         )
-        flags = {"hicache_ratio": host_size / (chunk_size or size), "hicache_write_policy": write_policy}
+        ratio = (host_size + 0.5) / (chunk_size or size) / LazyConfig.current().host_share
+        flags = {"hicache_ratio": ratio, "hicache_write_policy": write_policy}
         with get_memory().override(**flags), mock.patch.object(tiers, "Transfers", self.new_transfers):
             self.cache = create.new_cache(self._context(params), self.runner)
         if storage is not None:
@@ -177,8 +179,9 @@ class Pools:
         model_runner.forward_batch_generation(lambda _worker, batch: self.wait_and_forward(batch), worker, batch)
 
     def wait_and_forward(self, batch: ScheduleBatch) -> None:
-        """Run the forward pass after loads, for which attention would wait."""
-        if self.has_tiers:
+        """Run the forward pass after loads, for which attention would wait if it reads chunks. Decode, as a CUDA graph,
+        waits for none."""
+        if self.has_tiers and self.rows.segment_table.current is not None and not batch.forward_mode.is_decode():
             for layer in range(self.cache.tiers.host.memory.num_layers):
                 self.cache.tiers.transfers.wait(layer)
         self.forward(batch)
