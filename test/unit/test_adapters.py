@@ -196,7 +196,7 @@ def test_a_pin_can_name_one_adapter():
 def stored_under(adapter, storage=None, **weights):
     """The names of the objects stored by a server that served a chunk under this adapter."""
     storage = storage or Storage()
-    server = new_server(storage)
+    server = Loop(60, host_size=120)
     server.pools.connect(storage, **weights)
     server.submit([A, QUESTION], "r", lora_id=adapter, max_new_tokens=1)
     server.run()

@@ -143,13 +143,14 @@ def test_refusals():
 
 def test_a_pin_without_room_counts_as_refused():
     loop = Loop(pool_size=40, host_size=80)
-    loop.warm(A)
+    chunk = (CHUNK, (1, 2, 3, 4, 5))
+    loop.warm(chunk)
     loop.tree_cache.evict(EvictParams(num_tokens=40))
     loop.submit([(TEXT, tuple(range(1, 15)) * 2), QUESTION], "r", max_new_tokens=9)
-    for _ in range(9):
+    for _ in range(8):
         loop.step()
-    assert loop.pools.slots.available_size() < len(A[1])
-    assert pin(loop, A)[1] == ["the device has no room for it now"]
+    assert loop.pools.slots.available_size() < len(chunk[1])
+    assert pin(loop, chunk)[1] == ["the device has no room for it now"]
     assert loop.store.counts.refused["pin_room"] == 1
     loop.run()
 

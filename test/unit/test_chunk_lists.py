@@ -280,7 +280,7 @@ def test_an_ambiguous_id_is_left_alone():
     for chunk in (A, B):
         loop.warm(chunk)
     for key, cached in list(loop.store._cached.items()):
-        tokens = next(tuple(node.key.token_ids) for node, _, _ in loop.pools.nodes() if node is cached.node)
+        tokens = next(tuple(node.tokens) for node, _, _ in loop.pools.nodes() if node is cached.node)
         nodes[tokens] = cached.node
         loop.store.forget(cached.node)
         forged = key._replace(tokens=digests[tokens])

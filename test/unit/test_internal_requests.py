@@ -1,15 +1,15 @@
 """Fills and probes: they end when nobody waits for them, and cost users' requests no place and no count."""
 
 import pytest
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import release_kv_cache
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT, new_request
-from sglang_lazy.core.state import is_internal, lazy_state
-from sglang_lazy.port.scheduler import internal, schedule_policy
+from sglang_lazy.core.state import fill_of, is_internal, lazy_state
+from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.scheduler import internal
 from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -131,23 +131,22 @@ def test_a_cache_is_flushed_after_aborts_while_paused(overlap):
     parents = [loop.submit([A, LONG, QUESTION], f"p{i}") for i in range(2)]
     for _ in range(3):
         loop.step()
-    fill = loop.chunked_req
-    while loop.results:
-        loop.process_result(*loop.results.pop(0))
-    release_kv_cache(fill, loop.tree_cache, checkpoint=False)
-    fill.reset_for_retract()
-    loop._add_request_to_queue(fill)
-    loop.chunked_req = loop.last_batch = None
+    assert fill_of(loop.chunked_req) is not None
+    loop.pause_generation(PauseGenerationReqInput(mode="retract"))
     for parent in parents:
         loop.abort(parent)
     assert loop.admission.holders
 
-    def flush(_scheduler):
-        assert not loop.admission.holders and not loop.fills() and not loop.tree_cache.num_locks
-        loop.pools.flush()
-        return True
+    reset, held = loop.tree_cache.reset, []
 
-    assert hooks.flush_cache(flush, loop)
+    def count_and_reset():
+        held.append((len(loop.admission.holders), len(loop.fills()), loop.tree_cache.tree.num_locks))
+        reset()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompositeCache, "reset", lambda _cache: count_and_reset())
+        assert loop.flush_cache()
+    assert held == [(0, 0, 0)]
     req = loop.submit([A, QUESTION], "after")
     loop.run()
     assert len(req.output_ids) == 3
@@ -235,17 +234,17 @@ def test_only_users_requests_count_while_a_batch_is_formed():
     for i, chunk in enumerate((A, B, C, D)):
         loop.submit([chunk, QUESTION], f"p{i}")
     held = loop.submit([LONG, LONG, QUESTION], "waits", max_new_tokens=250)  # no room
-    seen, original = [], schedule_policy.add_one_req
+    seen, stock = [], loop.get_prefill_adder_class()
 
-    def add_one_req(add, adder, req, *args):
-        adder.prefill_max_requests = 2
-        result = original(add, adder, req, *args)
-        seen.append((req.rid, adder.waiting_queue_len, len(loop.waiting_queue)))
-        return result
+    class Adder(stock):
+        def add_one_req(self, req, *args, **kwargs):
+            self.prefill_max_requests = 2
+            result = super().add_one_req(req, *args, **kwargs)
+            seen.append((req.rid, self.waiting_queue_len, len(loop.waiting_queue)))
+            return result
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_policy, "add_one_req", add_one_req)
-        loop.step()
+    loop.get_prefill_adder_class = lambda: Adder
+    loop.step()
     assert {entry[1] for entry in seen} == {5} and held in loop.waiting_queue
     assert [rid for rid in loop.log[-1] if "\0" not in rid] == ["p0", "p1"] and len(loop.log[-1]) == 4
 

@@ -6,15 +6,14 @@ import pytest
 from sglang.srt.managers.io_struct import (
     ExpertDistributionReq,
     FlushCacheReqInput,
+    PauseGenerationReqInput,
     TokenizedGenerateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, retract_all
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from sglang_lazy.port.repairs import operators
-from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -23,38 +22,13 @@ class Pausing(Loop):
     """Requests may be retracted, the cache flushed, the weights updated."""
 
     def pause(self) -> None:
-        """As `Scheduler.pause_generation` in retract mode."""
-        self._engine_paused = True
-        while self.results:
-            self.process_result(*self.results.pop(0))
-        last = [] if self.last_batch is None or not self.last_batch.forward_mode.is_extend() else self.last_batch.reqs
-        reqs = dict.fromkeys([*self.running_batch.reqs, *last, *([self.chunked_req] if self.chunked_req else [])])
-        reqs = [req for req in reqs if not req.finished()]
-        retract_all(
-            reqs=reqs,
-            server_args=get_server_args(),
-            req_to_token_pool=self.pools.rows,
-            token_to_kv_pool_allocator=self.pools.slots,
-            tree_cache=self.tree_cache,
-            hisparse_coordinator=None,
-        )
-        self.running_batch.reqs, self.last_batch, self.chunked_req = [], None, None
-        for req in reqs:
-            self._add_request_to_queue(req)
-
-    def flush(self) -> bool:
-        def flush(scheduler):
-            assert scheduler.is_fully_idle()
-            scheduler.pools.flush()
-            return True
-
-        return hooks.flush_cache(flush, self)
+        self.pause_generation(PauseGenerationReqInput(mode="retract"))
 
     def update(self, **fields):
         """The answer to a weight update; None if it is postponed."""
 
         def load(_updater, message):
-            self.updated = not message.flush_cache or self.flush()
+            self.updated = not message.flush_cache or self.flush_cache()
             return "updated"
 
         updater = SimpleNamespace(scheduler=self)
@@ -76,7 +50,7 @@ def test_a_cache_is_flushed_under_retracted_requests(overlap, link, num_steps):
     assert loop.update() == "updated" and loop.updated
     assert set(loop.waiting_queue) == {req for req in reqs if not req.finished()}
     loop.pools.check(loop.admission.holders)
-    assert loop.admission.holders == [] and loop.tree_cache.num_locks == 0
+    assert loop.admission.holders == [] and loop.tree_cache.tree.num_locks == 0
     loop._engine_paused = False
     loop.run()
     assert all(len(req.output_ids) == 4 for req in reqs)

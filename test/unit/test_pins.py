@@ -328,9 +328,9 @@ def test_a_pin_holds_while_other_locks_will_be_released():
     loop.warm(A, B)
     pin(loop, A)
     (copied,) = (chunk.node for chunk in loop.store._cached.values() if chunk.pin is None)
-    loop.tree_cache.lock(copied)  # as during a copy to the host
+    loop.store.tree.lock(copied)  # as during a copy to the host
     loop.admission.make_room()
     assert listed_pins(loop) == {id_of(A): None}
-    loop.tree_cache.unlock(copied)
+    loop.store.tree.unlock(copied)
     loop.admission.make_room()
     assert listed_pins(loop) == {}

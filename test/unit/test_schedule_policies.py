@@ -126,7 +126,7 @@ def test_those_with_more_in_the_cache_go_first():
     """Chunks count as text does, at any place, and cached text counts beside them."""
     loop = lpm(chunked_prefill_size=4)
     loop.warm(A, B)
-    loop.submit([LEAD], "lead", max_new_tokens=1)
+    loop.submit([LEAD, (CHUNK, (13,)), QUESTION], "lead", max_new_tokens=1)
     loop.run()
     loop.log.clear()
     loop.submit([D, QUESTION], "nothing")

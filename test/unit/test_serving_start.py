@@ -18,7 +18,7 @@ from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import plugin, start
-from sglang_lazy.port.cpu import backends_for_cpu
+from sglang_lazy.port.cpu import backends_for_cpu, replace_triton
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.scheduler.steps import check_default_preamble
@@ -57,6 +57,25 @@ def test_lora_backend_on_a_cpu(given, caplog):
         args = SimpleNamespace(device="cpu", **{**CHOSEN, **NO_LORA, **given, "lora_backend": backend})
         assert backends_for_cpu(args).get("lora_backend", backend) == chosen
     assert "--lora-backend torch_native" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "device, backend, fallback, left",
+    [
+        ("cpu", "triton", False, "torch_native"),
+        ("cpu", "triton", True, "triton"),
+        ("cpu", "intel_amx", False, "intel_amx"),
+        ("cuda", "triton", False, "triton"),
+    ],
+)
+def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallback, left):
+    caplog.set_level("WARNING", "sglang_lazy")
+    monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(fallback=fallback))
+    args = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
+    resolved = []
+    replace_triton(args, lambda args: resolved.append(flags_of(args).attention_backend))
+    assert resolved == [left]
+    assert ("triton is replaced by torch_native" in caplog.text) == (left != backend)
 
 
 def test_what_the_plugin_adds_to_the_flags():
