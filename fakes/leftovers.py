@@ -38,6 +38,7 @@ def load() -> None:
 def held(scheduler: Any) -> dict[str, int]:
     """What the scheduler's process holds."""
     rows, slots, cache = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    store = cache.admission.store
     chunked, last = scheduler.chunked_req, scheduler.last_batch
     numbers = {
         PASSES: scheduler.forward_ct,
@@ -49,19 +50,19 @@ def held(scheduler: Any) -> dict[str, int]:
         "rows": rows.size - rows.available_size(),
         "slots": slots.size - slots.available_size() - cache.evictable_size(),
         "protected slots": cache.protected_size(),
-        "locks": cache.num_locks,
-        "pending chunks": len(cache.store.pending),
-        "chunks on their way from storage": len(cache.store.fetching),
+        "locks": store.tree.num_locks,
+        "pending chunks": len(store.pending),
+        "chunks on their way from storage": len(store.fetching),
         "holders of locks": len(cache.admission.holders),
         "host slots": 0,
     }
-    if hasattr(cache, "token_to_kv_pool_host"):
-        pool, nodes = cache.token_to_kv_pool_host, [cache.root_node]
-        numbers["host slots"] = pool.size - pool.available_size()
+    if (host := store.host) is not None:
+        nodes = [store.tree.root]
+        numbers["host slots"] = host.memory.slots.size - host.memory.slots.num_free
         while nodes:
             nodes += (node := nodes.pop()).children.values()
-            numbers["host slots"] -= 0 if node.host_value is None else len(node.host_value)
-        numbers["copies"] = len(cache.ongoing_write_through) + len(cache.ongoing_load_back)
+            numbers["host slots"] -= 0 if node.host is None else len(node.host.slots)
+        numbers["copies"] = sum(map(len, host._under_way))
     return {name: int(number) for name, number in numbers.items()}
 
 
@@ -70,6 +71,5 @@ def held_for_clients(manager: Any) -> dict[str, int]:
     counters = manager.lora_registry._counters.values() if manager.server_args.enable_lora else ()
     return {
         "requests": len(manager.rid_to_state),
-        "samples": len(manager.child_rid_to_logical_rid),
         "requests per adapter": sum(counter.value() for counter in counters),
     }

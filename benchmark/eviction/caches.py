@@ -1,13 +1,25 @@
-"""SGLang's own caches over a pool of slots without KV, and an LRU cache of chunks."""
+"""Caches over a pool of slots without KV: what servers have, and one exact LRU tree for everything."""
 
+import itertools
 from array import array
-from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from benchmark.eviction.workload import Request
+from sglang_lazy.cache.node import ORDERS
+from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.core.keys import Namespace
+from sglang_lazy.port.cache.room import Room
+
+CHUNKS = Namespace("chunk", None, None)
 
 
 class NoKV:
@@ -16,63 +28,87 @@ class NoKV:
     dtype, device = torch.float16, "cpu"
 
 
-def new_allocator(size: int) -> TokenToKVPoolAllocator:
+class Cache(Protocol):
+    """One of both."""
+
+    def serve(self, request: Request) -> int:
+        """Find a request's texts, and insert what is missing; returns how many tokens were found."""
+
+    def check(self) -> None:
+        """Fail unless every slot is free or in one tree."""
+
+
+class ExactLRU:
+    """Both kinds of requests in one tree, which evicts the least recently used leaf of all.  size: slots."""
+
+    def __init__(self, size: int):
+        self._slots = _new_allocator(size)
+        self._tree = RadixTree(self._slots, ORDERS["lru"])
+
+    def serve(self, request: Request) -> int:
+        namespace = CHUNKS if request.linked else None
+        return sum(_take(self._tree, text, namespace, self._make_room) for text in request.texts)
+
+    def _make_room(self, num_tokens: int) -> torch.Tensor:
+        self._tree.evict(num_tokens - self._slots.available_size())
+        return self._slots.alloc(num_tokens)
+
+    def check(self) -> None:
+        assert self._slots.available_size() + self._tree.num_evictable == self._slots.size
+
+
+class TwoTrees:
+    """What a server has: SGLang's own cache for prompts without chunks, and our tree, with what evicts from both."""
+
+    def __init__(self, size: int):
+        self._slots = _new_allocator(size)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(1, 1, "cpu", enable_memory_saver=False),
+            token_to_kv_pool_allocator=self._slots,
+            page_size=1,
+            tree_components=(ComponentType.FULL,),
+        )
+        self._plain, self._clock = UnifiedRadixCache(params), itertools.count(1)
+        self._tree = RadixTree(self._slots, ORDERS["lru"], self._clock)
+        self._room = Room(self._plain, self._tree, None)
+
+    def serve(self, request: Request) -> int:
+        if request.linked:
+            return sum(_take(self._tree, text, CHUNKS, self._make_room) for text in request.texts)
+        return sum(map(self._take_plain, request.texts))
+
+    def _take_plain(self, text: array) -> int:
+        key = RadixKey(text)
+        found = self._plain.match_prefix(MatchPrefixParams(key=key))
+        lock, count = self._plain.lock(found.last_device_node), found.device_prefix_len
+        new = self._make_room(len(text) - count)
+        held = self._plain.path_device_indices(found.last_device_node)
+        self._plain.unlock(lock)
+        self._plain.insert(InsertParams(key=key, value=torch.cat([held, new]), prev_prefix_len=count))
+        self._room.mirror.touch(text, None, next(self._clock))
+        return count
+
+    def _make_room(self, num_tokens: int) -> torch.Tensor:
+        if (lacking := num_tokens - self._slots.available_size()) > 0:
+            self._room.evict(EvictParams(num_tokens=lacking), self._plain.evict)
+        return self._slots.alloc(num_tokens)
+
+    def check(self) -> None:
+        cached = self._tree.num_evictable + self._plain.full_evictable_size()
+        assert self._slots.available_size() + cached == self._slots.size
+
+
+def _take(tree: RadixTree, text: array, namespace: Any, make_room: Any) -> int:
+    """Find `text` or insert what is missing; returns how many tokens were found."""
+    slots, node = tree.find(text, namespace)
+    tree.lock(node)
+    new = make_room(len(text) - len(slots))
+    tree.unlock(node)
+    tree.add(text, namespace, torch.cat([slots, new]), 0, 0)
+    return len(slots)
+
+
+def _new_allocator(size: int) -> TokenToKVPoolAllocator:
     """Slots 1 to `size`."""
     return TokenToKVPoolAllocator(size, NoKV.dtype, NoKV.device, NoKV(), need_sort=False)
-
-
-class SGLangTree:
-    """SGLang's `RadixCache`.  It evicts the least recently used leaf of all."""
-
-    def __init__(self, slots: TokenToKVPoolAllocator):
-        self.slots = slots
-        self.cache: Any = RadixCache.create_simulated(mock_allocator=slots)
-
-    def take(self, tokens: array, namespace: str | None, make_room: Any) -> int:
-        """Find `tokens` or insert what is missing, after `make_room` for it; returns how many were found."""
-        key = RadixKey(tokens, namespace)
-        found = self.cache.match_prefix(MatchPrefixParams(key=key))
-        num_found = getattr(found, "device_prefix_len", None)
-        num_found = len(found.device_indices) if num_found is None else num_found
-        self.cache.inc_lock_ref(found.last_device_node)
-        make_room(len(tokens) - num_found)
-        new = self.slots.alloc(len(tokens) - num_found)
-        self.cache.dec_lock_ref(found.last_device_node)
-        value = torch.cat([torch.zeros(num_found, dtype=torch.int64), new])
-        self.cache.insert(InsertParams(key=key, value=value, prev_prefix_len=num_found))
-        return num_found
-
-    def evict(self, num_tokens: int) -> int:
-        return self.cache.evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted
-
-    @property
-    def num_tokens(self) -> int:
-        return self.cache.evictable_size() + self.cache.protected_size()
-
-
-class Chunks:
-    """Chunks, the least recently used first."""
-
-    def __init__(self, slots: TokenToKVPoolAllocator):
-        self.slots, self.now = slots, 0
-        self.kept: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()
-
-    def take(self, tokens: array, make_room: Any) -> int:
-        self.now += 1
-        if found := self.kept.pop(tokens[0], None):
-            self.kept[tokens[0]] = self.now, found[1]
-            return len(tokens)
-        make_room(len(tokens))
-        self.kept[tokens[0]] = self.now, self.slots.alloc(len(tokens))
-        return 0
-
-    def oldest(self) -> int | None:
-        return next(iter(self.kept.values()))[0] if self.kept else None
-
-    def evict(self, num_tokens: int) -> int:
-        num_evicted = 0
-        while self.kept and num_evicted < num_tokens:
-            _, (_, slots) = self.kept.popitem(last=False)
-            self.slots.free(slots)
-            num_evicted += len(slots)
-        return num_evicted

@@ -79,8 +79,8 @@ SPECS = [
     ModelSpec(
         "gemma",
         "GemmaConfig",
-        # SGLang computes the exact GELU whatever the configuration says.
-        shape(128, 2, 4, 1, head_dim=48, rope_parameters=rope(), tie_word_embeddings=True, hidden_act="gelu"),
+        # SGLang computes the exact GELU whatever the configuration says; transformers takes "gelu" for the approximate.
+        shape(128, 2, 4, 1, head_dim=48, rope_parameters=rope(), tie_word_embeddings=True, hidden_act="gelu_python"),
         core=False,
     ),
     # NeoX pairing over 0.4 of the head; its attention takes `position_ids`

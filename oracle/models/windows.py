@@ -32,7 +32,7 @@ def _gemma4(name: str, text: dict, vision: Mapping[str, object] = _GEMMA4_VISION
             **dict(eoi_token_id=None, eoa_token_index=None),  # SGLang would keep some models from answering these
         ),
         # Of SGLang's ways to attend, this model takes those for GPUs alone.
-        cpu_options=dict(enable_multimodal=False),
+        cpu_options=dict(attention_backend="triton", enable_multimodal=False),
         seed=4,
         core=False,
         **spec,

@@ -1,10 +1,14 @@
-"""Command: SGLang's server with chunk reuse. Takes every flag of `sglang serve` and our own."""
+"""Command: SGLang's server with chunk reuse. Takes every flag of `sglang serve` and our own.
+
+`sglang serve --model-type lazy` is the same command, through the entry point `serve_backend`.
+"""
 
 import argparse
 import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from sglang_lazy.core.config import LazyConfig, add_cli_args, flag, from_cli_args
 from sglang_lazy.port import plugin
@@ -101,6 +105,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def serve_backend() -> Any:
+    """The backend `lazy` of `sglang serve`."""
+    from sglang.cli.serve_backends import ServeBackend
+
+    return ServeBackend(api_version=1, run=_become_command, requires_model_path=False)  # a --config may have it
+
+
+def _become_command(call: Any) -> None:
+    """Replace this process, which has imported SGLang already, and whose children would do so without the plugin."""
+    os.execv(sys.executable, [sys.executable, "-m", "sglang_lazy.launch_server", *call.argv])
 
 
 if __name__ == "__main__":

@@ -314,13 +314,24 @@ def subscriber(server):
     subscriber.socket.close()
 
 
+def one_by_one(events):
+    """The same events, with one block in each that stores some."""
+    for event in events:
+        if not isinstance(event, BlockStored):
+            yield event
+            continue
+        before = [event.parent_block_hash, *event.block_hashes]
+        for parent, block, token in zip(before, event.block_hashes, event.token_ids, strict=False):
+            yield msgspec.structs.replace(event, parent_block_hash=parent, block_hashes=[block], token_ids=[token])
+
+
 def stock_events(*prompts):
     """The events of SGLang's own tree when these are computed in turn."""
     tree = RadixCache.create_simulated(enable_kv_cache_events=True)
     tree.take_events()
     for tokens in prompts:
         tree.insert(InsertParams(key=RadixKey(array("q", tokens))))
-    return tree.take_events()
+    return [*one_by_one(tree.take_events())]
 
 
 def test_events_of_chunks(server, subscriber):
@@ -332,7 +343,7 @@ def test_events_of_chunks(server, subscriber):
     server.ask(ids("text", *lead), B, QUESTION, link="base:preamble=lead")
     server.ask(ids("text", *chunk, 5, 6), num_tokens=1)
     server.flush()
-    events = subscriber.until(lambda event: isinstance(event, AllBlocksCleared))
+    events = [*one_by_one(subscriber.until(lambda event: isinstance(event, AllBlocksCleared)))]
     first, then = stock_events(chunk), stock_events(chunk, [*chunk, 5, 6])
     answer = [event for event in events[:-1] if event.parent_block_hash == then[-1].block_hashes[0]]
     assert [event for event in events[:-1] if event not in then + answer] == stock_events(lead)
@@ -348,7 +359,7 @@ def test_events_of_chunks_that_leave(server, subscriber):
     assert requests.delete(f"{server.url}/chunks/{ids_of[1]}", timeout=60).ok
     server.ask(LONG, QUESTION)
     server.ask(ids("chunk", *LONG["input_ids"][50:]), QUESTION)
-    events = subscriber.until(lambda event: event == BlockRemoved(removed[0], "GPU"))
+    events = [*one_by_one(subscriber.until(lambda event: event == BlockRemoved(removed[0], "GPU")))]
     assert events[:150] == stored
     assert [event for event in events[150:] if isinstance(event, BlockRemoved)] == [
         BlockRemoved(hashes, "GPU") for hashes in removed[::-1]

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
 from fakes import dead_hook
@@ -67,6 +70,60 @@ def test_help_shows_both_kinds_of_flags(capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "--lazy-max-chunks" in shown and "--model-path" in shown
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """`sglang serve` with our backend, in an environment in which it is installed under a name of its own."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / "backend-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: backend\nVersion: 1\n")
+    entry = f"lazy-here = {project['entry-points']['sglang.serve_backends']['lazy']}"
+    (metadata / "entry_points.txt").write_text(f"[sglang.serve_backends]\n{entry}\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-type", "lazy-here"]
+
+    def serve(*flags):
+        log = open(tmp_path / "server.log", "w+")  # noqa: SIM115 (as long as the process)
+        return subprocess.Popen([*command, *flags], stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}), log
+
+    return serve
+
+
+@pytest.mark.slow
+def test_sglang_serve_says_which_flag_is_wrong(serve):
+    process, log = serve("--model-path", "m", "--lazy-max-chunks", "0")
+    assert process.wait(timeout=300) == 2
+    log.seek(0)
+    assert "argument --lazy-max-chunks: must be at least 1" in log.read()
+
+
+@pytest.mark.slow
+def test_sglang_serve_serves_chunks(serve, tiny_model):
+    port, nccl_port = free_ports(2)
+    flags = ["--port", str(port), "--nccl-port", str(nccl_port), "--lazy-max-chunks", "5", *device_flags()]
+    process, log = serve(tiny_model, "--max-total-tokens", "4000", *flags)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while not _answers(f"{url}/health"):
+            log.seek(0)
+            assert process.poll() is None and time.monotonic() < end, log.read()[-4000:]
+            time.sleep(0.5)
+        assert requests.get(f"{url}/lazy_info", timeout=60).json()["config"]["max_chunks"] == 5
+        body = {"segments": ["Read: ", {"type": "chunk", "text": "a river"}, "Who?"], "sampling_params": {"n": 1}}
+        answer = requests.post(f"{url}/generate", json=body, timeout=60)
+        assert answer.ok and len(answer.json()["meta_info"]["chunks"]) == 1, answer.text
+    finally:
+        process.terminate()
+        process.wait(timeout=120)
+
+
+def _answers(url):
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.RequestException:
+        return False
 
 
 def refused(*flags, status):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.entrypoints.openai import protocol
-from sglang.srt.managers.io_struct import GenerateReqInput
 
 import sglang_lazy
 from sglang_lazy import verify

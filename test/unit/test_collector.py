@@ -39,7 +39,7 @@ def in_sight(loop):
 def test_an_idle_scheduler_freezes_its_chunks(by_hand):
     loop = Loop()
     loop.warm(A, B, C)
-    nodes = [weakref.ref(chunk.node) for chunk in loop.store.catalog]
+    slots = [weakref.ref(chunk.node.slots) for chunk in loop.store.catalog]
     for _ in range(collector.COLLECTIONS):
         collector.on_idle(loop)
         assert in_sight(loop) == 3
@@ -51,7 +51,7 @@ def test_an_idle_scheduler_freezes_its_chunks(by_hand):
     collector.on_idle(loop)
     assert in_sight(loop) == 0
     loop.pools.flush()
-    assert [node() for node in nodes[1:]] == [None] * 2  # SGLang's last batch still refers to the first
+    assert [kept() for kept in slots[1:]] == [None] * 2  # SGLang's last batch still refers to the first
 
 
 def test_a_scheduler_without_chunks_is_left_alone(by_hand):

@@ -16,6 +16,7 @@ PUBLIC = {
     "sglang.lang.backend.runtime_endpoint": "sgl.Runtime, which ours extends",
     "sglang.srt.entrypoints.engine": "sgl.Engine, which ours extends",
     "sglang.launch_server": "the command that ours starts",
+    "sglang.cli.serve_backends": "sglang serve, of which ours is a backend",
     "sglang.srt.server_args": "the flags of that command",
     "sglang.srt.plugins": "the plugin interface",
     "sglang.srt.utils.kill_process_tree": "how that command ends",

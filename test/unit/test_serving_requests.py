@@ -254,3 +254,10 @@ def test_a_link_needs_segments():
     refuse_without_segments(None)
     with pytest.raises(ValueError, match="link needs a prompt given as segments"):
         refuse_without_segments("full")
+
+
+def test_only_a_sessions_prompt_may_be_empty():
+    """Its history may be all there is; SGLang's scheduler refuses the others."""
+    prepare_request(manager(), GenerateReqInput(input_ids=[], session_params={"id": "s"}), [])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        prepare_request(manager(), GenerateReqInput(input_ids=[]), [])

@@ -18,7 +18,7 @@ from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import plugin, start
-from sglang_lazy.port.cpu import backends_for_cpu
+from sglang_lazy.port.cpu import backends_for_cpu, replace_triton
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.scheduler.steps import check_default_preamble
@@ -59,6 +59,25 @@ def test_lora_backend_on_a_cpu(given, caplog):
     assert "--lora-backend torch_native" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "device, backend, fallback, left",
+    [
+        ("cpu", "triton", False, "torch_native"),
+        ("cpu", "triton", True, "triton"),
+        ("cpu", "intel_amx", False, "intel_amx"),
+        ("cuda", "triton", False, "triton"),
+    ],
+)
+def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallback, left):
+    caplog.set_level("WARNING", "sglang_lazy")
+    monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(fallback=fallback))
+    args = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
+    resolved = []
+    replace_triton(args, lambda args: resolved.append(flags_of(args).attention_backend))
+    assert resolved == [left]
+    assert ("triton is replaced by torch_native" in caplog.text) == (left != backend)
+
+
 def test_what_the_plugin_adds_to_the_flags():
     """Whoever makes the flags, and whatever is given; they are resolved once."""
     plugin.install()
@@ -75,12 +94,17 @@ def test_what_the_plugin_adds_to_the_flags():
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
-    args = SimpleNamespace(device="cpu", grammar_backend="llguidance", resolve_once=lambda: None)
+    args = SimpleNamespace(
+        device="cpu", grammar_backend="llguidance", radix_cache_backend="lazy", resolve_once=lambda: None
+    )
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         start.check_start(LazyConfig(kernels="cuda"), args)
     start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
     monkeypatch.setattr(start, "unfit_flags", lambda args: [])
     start.check_start(LazyConfig(), args)
+    args.radix_cache_backend = None  # as they are if the plugin was not active when they were resolved
+    with pytest.raises(ValueError, match="before sglang-lazy was active"):
+        start.check_start(LazyConfig(fallback=True), args)
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ class Manager:
 
     def __init__(self):
         self.rid_to_state = {}
-        self.child_rid_to_logical_rid = {}
         self.is_pause = self.gracefully_exit = False
         self.preferred_sampling_params = None
         self.requests = []
@@ -69,7 +68,8 @@ class Manager:
 def user_request(**params):
     params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: LAYOUT.pack(), "mine": 1}, **params}
     return SimpleNamespace(
-        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", cache_salt="tenant", lora_path=None, image_data=None,
+        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", cache_salt="tenant",
+        lora_path=None, image_data=None,
         custom_logit_processor=None, require_reasoning=False, max_thinking_tokens=None,
     )  # fmt: skip
 

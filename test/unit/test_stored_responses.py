@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.openai.protocol import ResponsesRequest, ResponsesRe
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
 from sglang_lazy.port.repairs import stored_responses
-from sglang_lazy.port.serving.responses import _Messages, make_request
+from sglang_lazy.port.serving.responses import _History, make_request
 from sglang_lazy.serving.chat import ChunkParts
 
 CAPACITY = 1 << 20
@@ -28,7 +28,7 @@ def store(serving, name, length):
     """As SGLang does: first the messages, then the response."""
     parts = ChunkParts()
     content = parts.take_from_content([{"type": "chunk", "text": "a" * length + name}], "content")
-    serving.msg_store[name] = _Messages([{"role": "user", "content": content}], parts)
+    serving.msg_store[name] = _History([{"role": "user", "content": content}], parts)
     request = ResponsesRequest(model="m", input="x" * length)
     response = ResponsesResponse.from_request(
         request, {}, model_name="m", created_time=0, output=[], status="queued", usage=None
@@ -43,7 +43,9 @@ def test_a_response_and_its_messages_are_found_until_both_are_forgotten(serving)
     for number in range(200):
         store(serving, str(number), 10_000)
         assert serving.response_store.get("first") is first, "it is used"
-    assert serving.msg_store.get("0") is None is serving.response_store.get("0")
+    assert (
+        serving.msg_store.get("0") is None is serving.response_store.get("0") and serving.msg_store.get("0", []) == []
+    )
     assert len(serving.msg_store["199"]) == 1 and serving.response_store.get("199") is not None
 
 

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import declare_resolution
 from torch.overrides import TorchFunctionMode
 
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.hooks import repair
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,19 @@ def unfit_for_cpu(args: Any) -> str | None:
     if args.device == "cpu" and args.grammar_backend == "xgrammar":
         return "--grammar-backend xgrammar masks tokens on a GPU: on a CPU, leave it out or use llguidance or outlines"
     return None
+
+
+def replace_triton(args: Any, resolve: Callable[[Any], None]) -> None:
+    """Around SGLang's resolution of the attention backend, after its check that the model supports it: on a CPU,
+    replace triton by torch_native. For Gemma 4, SGLang accepts only GPU backends.
+
+    Not with the fallback: SGLang's own attention may then have to serve the model, and the check is right.
+    """
+    flags = flags_of(args)
+    if flags.device == "cpu" and flags.attention_backend == "triton" and not LazyConfig.current().fallback:
+        logger.warning("sglang-lazy: on a CPU, --attention-backend triton is replaced by torch_native")
+        declare_resolution(args, "sglang_lazy", attention_backend="torch_native")
+    resolve(args)
 
 
 class Unpinned(TorchFunctionMode):

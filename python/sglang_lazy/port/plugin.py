@@ -78,7 +78,8 @@ def install() -> None:
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)
+    register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)  # the first step
+    register_resolution_hook("handle_attention_backend_compatibility")(cpu.replace_triton)
     comb_config.register()
     modules = (
         cpu,

@@ -21,8 +21,8 @@ class Field:
     def __init__(self, records: Remembered[str, Mapping[str, Any]], name: str):
         self._records, self._name = records, name
 
-    def get(self, response_id: str) -> Any:
-        return (self._records.get(response_id) or {}).get(self._name)
+    def get(self, response_id: str, default: Any = None) -> Any:
+        return (self._records.get(response_id) or {}).get(self._name, default)
 
     def __getitem__(self, response_id: str) -> Any:
         """Raises ValueError, answered with a 400, if it has been forgotten since the response was looked up, or was

@@ -26,7 +26,6 @@ _ONE_FOR_EACH_PROMPT = (
     "return_hidden_states",
     "lora_path",
     "custom_logit_processor",
-    "extra_key",
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
@@ -90,7 +89,7 @@ def check_samples(_result: Any, obj: Any) -> None:
 def check_one(obj: Any, vocab_size: int) -> None:
     """Raise ValueError for a single request that would crash the scheduler."""
     ids = None if obj.contains_mm_input() else obj.input_ids
-    if ids is not None and (max(ids) >= vocab_size or min(ids) < 0):
+    if ids and (max(ids) >= vocab_size or min(ids) < 0):
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
     if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")

@@ -51,7 +51,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Gives the
     layout's cache salt to SGLang, which separates whole prompts by it, and chooses the prompt's data-parallel rank.
     """
-    if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
+    is_whole = obj.input_embeds is None and not getattr(obj, "session_params", None)  # without a session's history
+    if input_ids is not None and not len(input_ids) and is_whole:
         raise ValueError("the prompt is empty")
     length = manager.num_reserved_tokens + (0 if input_ids is None else len(input_ids))
     if length >= manager.context_len and not manager.allow_auto_truncate:
