@@ -27,7 +27,7 @@ from sglang_lazy.policies import get_policy
 class RecordingPools(Pools):
     """A forward pass writes `req.contents` of the tokens that it computes.
 
-    waiting_locks: nodes of our tree that are locked on behalf of waiting requests, besides those of `holders` given to `check`.
+    waiting_locks: nodes of our tree that are locked for waiting requests, besides those of `holders` given to `check`.
     paths: of each namespace of text, as far as prompts have named it: what stands before each of its ranges, and how
         long these are, but for the last.
     preambles: by what namespaces of chunks call them.
