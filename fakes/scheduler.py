@@ -24,6 +24,7 @@ from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
+from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
@@ -99,6 +100,11 @@ class Scheduler(_Stock):
         self.model_config, self.tokenizer = pools.model_config, None
         self.log: list[list[str]] = []
         self._set_stock(overlap, prioritizes)
+        if type(self.tree_cache) is CompositeCache:
+            self._attach_admission(max_chunks)
+
+    def _attach_admission(self, max_chunks: int) -> None:
+        pools = self.pools
         cross_attention = pools.chunk_slots is not pools.slots
         self.tree_cache.admission = self.admission = hooks.new_admission(
             self,

@@ -355,7 +355,7 @@ class CacheHistories(RuleBasedStateMachine):
             host.evict(num_slots)
             assert host.memory.slots.num_free == num_slots
         assert not self.pools.cache.tree.root.children and not self.pools.store._cached
-        assert not any(self.pools.plain_nodes()) and not any(self.pools.cache.mirror.oldest())
+        assert not any(self.pools.plain_nodes()) and not any(self.pools.cache.room.mirror.oldest())
 
 
 class FrequencyHistories(CacheHistories):

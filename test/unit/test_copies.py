@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from test_tiers import noted
 
 from fakes.loop import QUESTION, Loop
