@@ -8,7 +8,7 @@ KINDS = {"all": "all tokens", "chunks": "of chunks", "plain": "of other prompts"
 
 
 def eviction(sources: list[Path]) -> str:
-    """Tokens found cached, in percent: of one exact LRU tree, then of two trees, by kind of traffic and size of pool."""
+    """Tokens found cached, in percent: of one exact LRU tree, then of two trees, by traffic and pool."""
     rows = [row for source in sources for row in lines(source) if "mix" in row]
     body = [
         [
