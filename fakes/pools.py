@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, TokenToKV
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_cache_factory
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_memory, get_server_args
 
@@ -50,6 +50,10 @@ class Pools:
     """
 
     objects_class = ChunkObjects
+    reuses = True
+    """Whether chunks are served: else the cache is SGLang's own."""
+    tree_core: str | None = "python"
+    """SGLang's, whose nodes can be looked at; None for the one that it prefers."""
 
     patience = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
@@ -82,7 +86,8 @@ class Pools:
             self.rows.chunk_pool = types.SimpleNamespace(kv=self.chunk_kv, allocator=self.chunk_slots)
         batch_type = CrossBatch if chunk_size else LinkedBatch
         num_rows = len(self.rows.req_to_token)
-        self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
+        if self.reuses:
+            self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
         self.model_config = types.SimpleNamespace(
             vocab_size=vocab_size,
             context_len=context_len,
@@ -101,11 +106,12 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
             sliding_window_size=window or None,
-            tree_core_backend="python",  # whose nodes can be looked at
+            tree_core_backend=self.tree_core,
         )
         flags = {"hicache_ratio": host_size / (chunk_size or size), "hicache_write_policy": write_policy}
         with get_memory().override(**flags), mock.patch.object(tiers, "Transfers", self.new_transfers):
-            self.cache = create.new_cache(self._context(params), self.runner)
+            context = self._context(params)
+            self.cache = create.new_cache(context, self.runner) if self.reuses else default_radix_cache_factory(context)
         if storage is not None:
             self.connect(storage)
 
