@@ -84,7 +84,7 @@ class SlotsAlone(HostMemory):
     def plan(self, _pieces: Any) -> None:
         pass
 
-    load = back_up = lambda *_args: None  # noqa: E731
+    load = back_up = lambda *_args: None
 
 
 class HostPools(Pools):

@@ -74,8 +74,7 @@ class Case:
         self.filled.append(self.host.filled - filled_before)
 
     def row(self) -> dict:
-        """Microseconds per chunk of a request, by step and in total, per chunk's worth of evicted tokens and per computed
-        chunk."""
+        """Microseconds per chunk of a request, by step and in total; per as many evicted tokens; per computed chunk."""
         evicted = round((self.host.evicted - self.evicted_before) / self.chunk_len, 1)
         per_chunk = {step: [sample.get(step, 0) / 1000 / self.num_chunks for sample in self.samples] for step in STEPS}
         totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
