@@ -1,14 +1,11 @@
 """SGLang's scheduler without processes or a model: its own loop, batches and prefill budget, and our hooks."""
 
 import collections
-import contextlib
 import inspect
 import types
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -29,10 +26,6 @@ from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
-
-
-def untimed(_step: str) -> AbstractContextManager:
-    return contextlib.nullcontext()
 
 
 def hooked(base: type, *modules: Any) -> type:
@@ -60,7 +53,7 @@ def _with_hook(stock: Callable, hook: Hook) -> Callable:
 
 
 Batch = hooked(ScheduleBatch, hooks)
-_Policy, _Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
+_Policy, Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
 _Stock = hooked(sglang_scheduler.Scheduler, hooks, internal, lora, memory)
 _NOTHING = types.SimpleNamespace
 
@@ -72,11 +65,12 @@ class Scheduler(_Stock):
     max_adapters: how many LoRA adapters a batch may have, counting the base model.
     policy: the order of the queue.  prioritizes: whether requests have priorities and preempt others.
     max_running: the most requests that run at once.
-    clock: a context manager around each step of batch formation; takes the step's name.
     loading: adapters that SGLang is still loading; the first check finds them not ready.
     unloaded: adapters that have been unloaded.
     log: the ids of the requests in each launched batch.
     """
+
+    batch_class, adder_class = Batch, Adder
 
     def __init__(
         self,
@@ -89,22 +83,18 @@ class Scheduler(_Stock):
         policy: str = "fcfs",
         prioritizes: bool = False,
         max_running: int = 1000,
-        clock: Callable[[str], AbstractContextManager] = untimed,
     ):
         self.pools, self.tree_cache, self.server_args = pools, pools.cache, get_server_args()
         self.req_to_token_pool, self.token_to_kv_pool_allocator = pools.rows, pools.slots
-        self.chunked_prefill_size, self.clock = chunked_prefill_size, clock
+        self.chunked_prefill_size = chunked_prefill_size
         self.max_adapters, self.loading, self.unloaded = max_adapters, set(), []
         self.max_running_requests = max_running
         self.policy = _Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
         self.model_config, self.tokenizer = pools.model_config, None
         self.log: list[list[str]] = []
         self._set_stock(overlap, prioritizes)
-        if type(self.tree_cache) is CompositeCache:
-            self._attach_admission(max_chunks)
-
-    def _attach_admission(self, max_chunks: int) -> None:
-        pools = self.pools
+        if not pools.reuses:
+            return
         cross_attention = pools.chunk_slots is not pools.slots
         self.tree_cache.admission = self.admission = hooks.new_admission(
             self,
@@ -215,8 +205,7 @@ class Scheduler(_Stock):
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch is not None:
             self.log.append([req.rid for req in batch.reqs])
-            with self.clock("segments"):
-                self.pools.launch(batch)
+            self.pools.launch(batch)
             self.result_queue.append((batch.copy(), None))
         while len(self.result_queue) > (self.enable_overlap and batch is not None):
             self.process_batch_result(self.result_queue[0][0])
@@ -237,11 +226,14 @@ class Scheduler(_Stock):
         self.pools.take_acknowledgements()
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(sglang_scheduler, "ScheduleBatch", Batch):
+        stock, sglang_scheduler.ScheduleBatch = sglang_scheduler.ScheduleBatch, self.batch_class
+        try:
             return super()._get_new_batch_prefill_raw(*args, **kwargs)
+        finally:
+            sglang_scheduler.ScheduleBatch = stock
 
     def get_prefill_adder_class(self) -> type[PrefillAdder]:
-        return _Adder
+        return self.adder_class
 
     def get_num_allocatable_reqs(self, running_bs: int, *_args: Any, num_held_rows: int = 0, **_more: Any) -> int:
         """As SGLang's, without beams and pipeline stages."""

@@ -59,23 +59,23 @@ class Case:
         texts = 1 if evicting else args.requests + args.warm_up
         pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
         host_size = traffic.on_host and (traffic.on_host + 1) * num_resident * chunk_len
-        self.host = Host(traffic.cache_class, pool_size, prompt_len + 8, args.device, host_size)
+        self.host = Host(traffic.reuses, pool_size, prompt_len + 8, args.device, host_size)
         self.traffic.fill(self.host, num_resident)
         if traffic.metrics:
             self.host.publish_metrics()
         for _ in range(args.warm_up):
-            self.host.serve(self.traffic.next())
+            self.host.serve(self.traffic.next(self.host))
         self.samples, self.filled, self.evicted_before = [], [], self.host.evicted
 
     def ask(self) -> None:
         """One request."""
         filled_before = self.host.filled
-        self.samples.append(self.host.serve(self.traffic.next()))
+        self.samples.append(self.host.serve(self.traffic.next(self.host)))
         self.filled.append(self.host.filled - filled_before)
 
     def row(self) -> dict:
-        """Microseconds per chunk of a request, by step and in total, per evicted leaf and per computed chunk."""
-        evicted = self.host.evicted - self.evicted_before
+        """Microseconds per chunk of a request, by step and in total; per as many evicted tokens; per computed chunk."""
+        evicted = round((self.host.evicted - self.evicted_before) / self.chunk_len, 1)
         per_chunk = {step: [sample.get(step, 0) / 1000 / self.num_chunks for sample in self.samples] for step in STEPS}
         totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
         return {

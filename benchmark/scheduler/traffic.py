@@ -7,13 +7,11 @@ from array import array
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
 from benchmark.serving.workloads import draw_distinct, zipf_weights
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.cache.radix import LazyRadixCache
 
 QUESTION_LEN = 32
 SEPARATOR = 11
@@ -22,10 +20,12 @@ SEPARATOR = 11
 class Traffic:
     """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
 
+    reuses: whether chunks are served; else the cache is SGLang's own.
     on_host: how many chunks the host holds per resident one; 0 for no host tier.
     metrics: publish metrics, as with `--enable-metrics`.
     """
 
+    reuses = True
     on_host = 0
     metrics = False
 
@@ -44,30 +44,28 @@ class Traffic:
     def document(self, number: int) -> array:
         return self.tokens(0, number, self.chunk_len)
 
-    def request(self, ids: array, params: dict | None) -> Req:
+    def request(self, host: Host, ids: array, params: dict | None) -> Req:
         number = next(self.numbers)
         sampling_params = SamplingParams(max_new_tokens=1, custom_params=params)
         sampling_params.normalize(None)
         question = self.tokens(1, number, QUESTION_LEN)
-        return Req(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
+        return host.request_class(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
 
 
 class Linked(Traffic):
     """Each request has `num_chunks` different documents as chunks, in random order."""
-
-    cache_class = LazyRadixCache
 
     def fill(self, host: Host, num_resident: int) -> None:
         on_host_alone = range(num_resident, num_resident * self.on_host)
         for number in (*on_host_alone, *self.rng.sample(range(num_resident), num_resident)):
             host.insert_chunk(self.document(number))
 
-    def next(self) -> Req:
+    def next(self, host: Host) -> Req:
         ids, chunks = array("q"), []
         for number in draw_distinct(self.rng, self.weights, self.num_chunks):
             chunks.append((len(ids), len(ids) + self.chunk_len))
             ids += self.document(number) + self.separator
-        return self.request(ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
+        return self.request(host, ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
 
 
 class Tiered(Linked):
@@ -85,7 +83,7 @@ class Metered(Linked):
 class Plain(Traffic):
     """Each request has the same tokens, then one document: an equally long prefix with equally many leaves."""
 
-    cache_class = RadixCache
+    reuses = False
 
     def fill(self, host: Host, num_resident: int) -> None:
         self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
@@ -93,15 +91,15 @@ class Plain(Traffic):
         for number in self.rng.sample(range(num_resident), num_resident):
             host.insert(self.front + self.document(number), slots)
 
-    def next(self) -> Req:
+    def next(self, host: Host) -> Req:
         (number,) = draw_distinct(self.rng, self.weights, 1)
-        return self.request(self.front + self.document(number), None)
+        return self.request(host, self.front + self.document(number), None)
 
 
 class PlainOnOurs(Plain):
     """The same prompts without chunks, with our cache and hooks."""
 
-    cache_class = LazyRadixCache
+    reuses = True
 
 
 CONTENDERS = {"lazy": Linked, "lazy-metrics": Metered, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}

@@ -4,10 +4,11 @@ import openai
 from documents import QUESTION, orders, server_url
 
 client = openai.OpenAI(base_url=f"{server_url(__doc__)}/v1", api_key="none")
+(model,) = client.models.list()
 for order in orders():
     parts = [{"type": "chunk", "text": document} for document in order]
     stream = client.responses.create(
-        model="default",
+        model=model.id,
         instructions="Answer from the documents.",
         input=[{"role": "user", "content": [*parts, {"type": "input_text", "text": QUESTION}]}],
         temperature=0,
