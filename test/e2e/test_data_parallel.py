@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+import torch
 from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
+from served import RANKS_ON_CPU
 
 from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
@@ -23,6 +25,14 @@ pytestmark = pytest.mark.slow  # starts a server and an engine; test/unit/test_r
 NEW = itertools.count()
 NUM_TOKENS = 6
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ({} if torch.cuda.is_available() else RANKS_ON_CPU).items():
+            environment.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
