@@ -21,7 +21,6 @@ from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
