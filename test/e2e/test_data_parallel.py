@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-import torch
 from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
-from served import RANKS_ON_CPU
+from served import TWO_RANKS
 
 from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
@@ -30,7 +29,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in ({} if torch.cuda.is_available() else RANKS_ON_CPU).items():
+        for name, value in TWO_RANKS.items():
             environment.setenv(name, value)
         yield
 
