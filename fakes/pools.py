@@ -53,6 +53,9 @@ class Pools:
 
     objects_class = ChunkObjects
 
+    tree_core: str | None = "python"
+    """Of SGLang's tree, whose nodes can be looked at; None for SGLang's choice."""
+
     patience = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
     def __init__(
@@ -105,7 +108,7 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
             sliding_window_size=window or None,
-            tree_core_backend="python",  # whose nodes can be looked at
+            tree_core_backend=self.tree_core,
         )
         ratio = (host_size + 0.5) / (chunk_size or size) / LazyConfig.current().host_share
         flags = {"hicache_ratio": ratio, "hicache_write_policy": write_policy}
