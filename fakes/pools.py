@@ -56,9 +56,6 @@ class Pools:
     tree_core: str | None = "python"
     """SGLang's, whose nodes can be looked at; None for the one that it prefers."""
 
-    tree_core: str | None = "python"
-    """Of SGLang's tree, whose nodes can be looked at; None for SGLang's choice."""
-
     patience = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
     def __init__(

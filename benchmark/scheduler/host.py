@@ -26,7 +26,7 @@ from sglang_lazy.port.cache import tiers
 from sglang_lazy.port.scheduler import internal
 from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 
-STEPS = ("arrival", "admission", "layout", "batch", "launch", "publish", "finish", "metrics", "eviction")
+STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "metrics", "eviction")
 VOCAB_SIZE = 128256
 MAX_CHUNKS = 64
 MAX_FILL_TOKENS = 8192
@@ -169,7 +169,7 @@ class Host(Scheduler):
 
     def insert_chunk(self, tokens: array) -> None:
         """Make `tokens` resident as a chunk; with a host tier, this may evict an earlier one from the device."""
-        key, store = chunk_key(as_int32(tokens), Namespace("chunk", None, None)), self.tree_cache.store
+        key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
         store = self.tree_cache.store
         self.pools.take_acknowledgements()
@@ -204,6 +204,5 @@ class Host(Scheduler):
         batch."""
         for req in batch.reqs:
             assert fill_of(req) is None
-            checkpoint_kv_cache(req, self.tree_cache)
             req.output_ids.append(0)
             checkpoint_kv_cache(req, self.tree_cache)

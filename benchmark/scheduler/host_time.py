@@ -2,7 +2,7 @@
 
 SGLang's own classes and our hooks run without a model: each request runs from arrival to its first token and ends
 there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and
-there are four times as many chunks as fit, so misses are computed and evict others. `stock` is SGLang's own cache on
+there are four times as many chunks as fit, so misses are computed and evict others. `stock` is SGLang's radix cache on
 plain prompts of the same length: all begin with the same tokens, and each ends with one of as many documents as there
 are chunks, a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to
 prompts without chunks. `lazy-metrics` is `lazy` with `--enable-metrics`. `lazy-tiers` is `lazy` with a host tier that

@@ -23,13 +23,11 @@ class Traffic:
     reuses: whether chunks are served; else the cache is SGLang's own.
     on_host: how many chunks the host holds per resident one; 0 for no host tier.
     metrics: publish metrics, as with `--enable-metrics`.
-    stock: whether the cache is SGLang's own alone.
     """
 
     reuses = True
     on_host = 0
     metrics = False
-    stock = False
 
     def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
         self.num_chunks, self.chunk_len = shape
