@@ -27,9 +27,9 @@ def most_attended(req: Req, chunks: Iterable[tuple[int, int]], ratio: float) -> 
     return set(best[: math.ceil(ratio * len(best))])
 
 
-def attend(batch: ScheduleBatch, table: SegmentTable) -> None:
-    """Check what a prefill batch attends to, and fill in its probe measurements."""
-    if table.current is None:
+def attend(batch: ScheduleBatch, table: SegmentTable | None) -> None:
+    """Check what a prefill batch attends to, and fill in its probe measurements.  table: None without chunk reuse."""
+    if table is None or table.current is None:
         for req in batch.reqs:  # each new token sees all tokens before it
             positions = [_position(req, place) for place in positions_of(req, 0, req.kv.kv_committed_len)]
             start = req.prefix_len

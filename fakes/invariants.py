@@ -155,7 +155,9 @@ def check_tree_contents(pools: Any) -> None:
             assert copies == promises or (set(copies) == {NOT_COMPUTED} and being_made)
     for node, extra_key, cache_salt, before in pools.plain_nodes():
         tokens, slots = before + tuple(node.key), node.component_data[ComponentType.FULL].value.tolist()
-        promises = [pools.plain_promise(extra_key, cache_salt, tokens[: len(before) + i + 1]) for i in range(len(slots))]
+        promises = [
+            pools.plain_promise(extra_key, cache_salt, tokens[: len(before) + i + 1]) for i in range(len(slots))
+        ]
         assert [pools.slots.contents[slot] for slot in slots] == promises
     for key, chunk in pools.cache.store._cached.items():
         assert ends[key] is chunk.node

@@ -21,7 +21,7 @@ def check(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any)
     for req, seq_len in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
         if is_internal(req) or seq_len < len(req.origin_input_ids):
             continue
-        row = batch.req_to_token_pool.req_to_token[req.req_pool_idx, :seq_len].long()
+        row = batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :seq_len].long()
         state = linked(req)
         ordinary = state is None or state.recomputes
         positions = torch.arange(seq_len) if ordinary else torch.from_numpy(state.row.positions_of(0, seq_len).copy())

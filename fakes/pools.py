@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, TokenToKV
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_cache_factory
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_memory, get_server_args
 
@@ -24,6 +24,7 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.transfers import Transfers
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache import create, tiers
@@ -43,6 +44,7 @@ class Pools:
     host_size: slots of the host tier; 0 for no host tier.
     write_policy: what is copied there, one of SGLang's.
     storage: a stand-in for SGLang's storage backend behind the host tier.
+    stock: whether the cache is SGLang's own alone, which takes no chunks.
     slow: whether steps are taken while storage has not answered.
     chunk_size: slots of a separate pool for chunks, which an encoder computes; 0 if chunks share the other pool.
     window: how many earlier tokens a query sees in the first layer, which then has a pool of its own with
@@ -50,6 +52,9 @@ class Pools:
     """
 
     objects_class = ChunkObjects
+
+    tree_core: str | None = "python"
+    """Of SGLang's tree, whose nodes can be looked at; None for SGLang's choice."""
 
     patience = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
@@ -66,6 +71,7 @@ class Pools:
         host_size: int = 0,
         write_policy: str = "write_through",
         storage: Any = None,
+        stock: bool = False,
         chunk_size: int = 0,
         window: int = 0,
         window_size: int = 0,
@@ -80,9 +86,10 @@ class Pools:
             self.chunk_kv = new_kv(chunk_size, 0, device)
             self.chunk_slots = self.new_slots(chunk_size, 0, device, self.chunk_kv)
             self.rows.chunk_pool = types.SimpleNamespace(kv=self.chunk_kv, allocator=self.chunk_slots)
-        batch_type = CrossBatch if chunk_size else LinkedBatch
-        num_rows = len(self.rows.req_to_token)
-        self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
+        if not stock:
+            batch_type = CrossBatch if chunk_size else LinkedBatch
+            num_rows = len(self.rows.req_to_token)
+            self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
         self.model_config = types.SimpleNamespace(
             vocab_size=vocab_size,
             context_len=context_len,
@@ -101,11 +108,13 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
             sliding_window_size=window or None,
-            tree_core_backend="python",  # whose nodes can be looked at
+            tree_core_backend=self.tree_core,
         )
-        flags = {"hicache_ratio": host_size / (chunk_size or size), "hicache_write_policy": write_policy}
+        ratio = (host_size + 0.5) / (chunk_size or size) / LazyConfig.current().host_share
+        flags = {"hicache_ratio": ratio, "hicache_write_policy": write_policy}
         with get_memory().override(**flags), mock.patch.object(tiers, "Transfers", self.new_transfers):
-            self.cache = create.new_cache(self._context(params), self.runner)
+            context = self._context(params)
+            self.cache = default_radix_cache_factory(context) if stock else create.new_cache(context, self.runner)
         if storage is not None:
             self.connect(storage)
 
@@ -177,8 +186,9 @@ class Pools:
         model_runner.forward_batch_generation(lambda _worker, batch: self.wait_and_forward(batch), worker, batch)
 
     def wait_and_forward(self, batch: ScheduleBatch) -> None:
-        """Run the forward pass after loads, for which attention would wait."""
-        if self.has_tiers:
+        """Run the forward pass after loads, for which attention would wait if it reads chunks. Decode, as a CUDA graph,
+        waits for none."""
+        if self.has_tiers and self.rows.segment_table.current is not None and not batch.forward_mode.is_decode():
             for layer in range(self.cache.tiers.host.memory.num_layers):
                 self.cache.tiers.transfers.wait(layer)
         self.forward(batch)

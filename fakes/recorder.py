@@ -15,6 +15,7 @@ from fakes.pools import Pools
 from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
 from fakes.slots import HybridSlots, Slots
 from fakes.tiers import HostSlots, RecordingCopier, RecordingObjects
+from sglang_lazy.attention.table import table_of
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.transfers import Transfers
@@ -26,7 +27,7 @@ from sglang_lazy.policies import get_policy
 class RecordingPools(Pools):
     """A forward pass writes `req.contents` of the tokens that it computes.
 
-    waiting_locks: nodes of our tree that are locked on behalf of waiting requests, besides those of `holders` given to `check`.
+    waiting_locks: nodes of our tree that are locked for waiting requests, besides those of `holders` given to `check`.
     paths: of each namespace of text, as far as prompts have named it: what stands before each of its ranges, and how
         long these are, but for the last.
     preambles: by what namespaces of chunks call them.
@@ -76,7 +77,7 @@ class RecordingPools(Pools):
                 self.slots.compute(slot, req.contents[position])
                 self.keys[slot, 0, 0] = 1 + zlib.crc32(repr(req.contents[position]).encode()) % 97
         if batch.forward_mode.is_extend():
-            attend(batch, self.rows.segment_table)
+            attend(batch, table_of(self.rows))
         invariants.check_row_contents(self)
         if self.window:
             windows.check_seen(self, batch)

@@ -1,12 +1,10 @@
 """SGLang's scheduler without processes or a model: its own loop, batches and prefill budget, and our hooks."""
 
 import collections
-import contextlib
 import inspect
 import types
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -24,14 +22,11 @@ from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
+from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
-
-
-def untimed(_step: str) -> AbstractContextManager:
-    return contextlib.nullcontext()
 
 
 def hooked(base: type, *modules: Any) -> type:
@@ -71,11 +66,12 @@ class Scheduler(_Stock):
     max_adapters: how many LoRA adapters a batch may have, counting the base model.
     policy: the order of the queue.  prioritizes: whether requests have priorities and preempt others.
     max_running: the most requests that run at once.
-    clock: a context manager around each step of batch formation; takes the step's name.
     loading: adapters that SGLang is still loading; the first check finds them not ready.
     unloaded: adapters that have been unloaded.
     log: the ids of the requests in each launched batch.
     """
+
+    batch_class = Batch
 
     def __init__(
         self,
@@ -88,17 +84,21 @@ class Scheduler(_Stock):
         policy: str = "fcfs",
         prioritizes: bool = False,
         max_running: int = 1000,
-        clock: Callable[[str], AbstractContextManager] = untimed,
     ):
         self.pools, self.tree_cache, self.server_args = pools, pools.cache, get_server_args()
         self.req_to_token_pool, self.token_to_kv_pool_allocator = pools.rows, pools.slots
-        self.chunked_prefill_size, self.clock = chunked_prefill_size, clock
+        self.chunked_prefill_size = chunked_prefill_size
         self.max_adapters, self.loading, self.unloaded = max_adapters, set(), []
         self.max_running_requests = max_running
         self.policy = _Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
         self.model_config, self.tokenizer = pools.model_config, None
         self.log: list[list[str]] = []
         self._set_stock(overlap, prioritizes)
+        if type(self.tree_cache) is CompositeCache:
+            self._attach_admission(max_chunks)
+
+    def _attach_admission(self, max_chunks: int) -> None:
+        pools = self.pools
         cross_attention = pools.chunk_slots is not pools.slots
         self.tree_cache.admission = self.admission = hooks.new_admission(
             self,
@@ -209,8 +209,7 @@ class Scheduler(_Stock):
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch is not None:
             self.log.append([req.rid for req in batch.reqs])
-            with self.clock("segments"):
-                self.pools.launch(batch)
+            self.pools.launch(batch)
             self.result_queue.append((batch.copy(), None))
         while len(self.result_queue) > (self.enable_overlap and batch is not None):
             self.process_batch_result(self.result_queue[0][0])
@@ -231,7 +230,7 @@ class Scheduler(_Stock):
         self.pools.take_acknowledgements()
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(sglang_scheduler, "ScheduleBatch", Batch):
+        with mock.patch.object(sglang_scheduler, "ScheduleBatch", self.batch_class):
             return super()._get_new_batch_prefill_raw(*args, **kwargs)
 
     def get_prefill_adder_class(self) -> type[PrefillAdder]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
-from fakes.loop import QUESTION, Loop
+from fakes.loop import Loop
 from fakes.storage import Storage
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import steps as hooks
@@ -22,13 +22,6 @@ def storage_with(*chunks: tuple, storage: Storage | None = None) -> Storage:
     server.step()
     server.pools.flush()
     return storage
-
-
-def served(server: Loop, *parts: tuple, **options: Any) -> Req:
-    """Serve a request for these parts and a question; returns it."""
-    req = server.submit([*parts, QUESTION], "r", **options)
-    server.run()
-    return req
 
 
 def details(req: Req) -> tuple[int, int, int, int]:

@@ -54,8 +54,12 @@ class RecordingCopier(LateCopier):
         contents.update((host_slot, content) for (host_slot, _), content in zip(pairs, copied, strict=True))
 
     def load(self, plan: tuple, layer: int) -> None:
+        pairs = list(zip(plan[1].tolist(), plan[2].tolist(), strict=True))
+        if layer == 0:
+            for _, slot in pairs:
+                assert slot in self._device.contents, "loaded to a free slot"
+                self._device.contents[slot] = NOT_COMPUTED  # it may be that of an evicted node, which nobody has freed
         if layer == self._last_layer:
-            pairs = list(zip(plan[1].tolist(), plan[2].tolist(), strict=True))
             current_stream().do(lambda: self._loaded(pairs))
         super().load(plan, layer)
 

@@ -35,7 +35,9 @@ def check_slots(pools: Any) -> None:
             continue
         places += of_node
         tokens = before + tuple(node.key)
-        promises = [pools.plain_promise(extra_key, cache_salt, tokens[: len(before) + i + 1]) for i in range(len(of_node))]
+        promises = [
+            pools.plain_promise(extra_key, cache_salt, tokens[: len(before) + i + 1]) for i in range(len(of_node))
+        ]
         assert [slots.window_contents[slot] for slot in of_node] == promises
     for req in pools.running:
         row, kv = pools.rows.req_to_token[req.kv.req_pool_idx].tolist(), req.kv

@@ -51,8 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=typed(positive), default=6000, help="in each case")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
     rows = []
     for name, mix in MIXES.items():
         for pool in POOLS:
@@ -63,7 +65,7 @@ def main() -> None:
     print(f"worst case: {worst:+.2f} points of all tokens")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        run = {"environment": describe_environment(), "requests": args.requests, "seed": args.seed}
+        run = {"environment": environment, "requests": args.requests}
         args.out.write_text("".join(json.dumps(row) + "\n" for row in [run, *rows]))
 
 

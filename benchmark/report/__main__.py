@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmark.report.answers import answers
+from benchmark.report.eviction import eviction
 from benchmark.report.host_time import loaded, metered, references, requests, steps
 from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.many import calls, memory, pieces
@@ -42,7 +43,10 @@ MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTAL
 FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows", "gemma", "ropes")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
-    **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
+    **{
+        kind.__name__: kind
+        for kind in (phases, loads, transfers, backups, eviction, routing, calls, memory, pieces, loaded)
+    },
     **{kind.__name__: kind for kind in (metered, interference, traces, steps, mixtures, precomputing)},
     **{
         kind.__name__.replace("_", "-"): kind

@@ -41,7 +41,6 @@ from sglang_lazy.chunks.counts import Census
 from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.scheduler import collector
 from sglang_lazy.port.scheduler.steps import cached_tokens_details
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
@@ -69,7 +68,7 @@ class Served:
         self.lengths = [min(600, int(self.rng.lognormvariate(4.6, 0.7)) + 8) for _ in range(num_documents)]
         self.weights = zipf_weights(num_documents, 0.9)
         size = sum(self.lengths)
-        self.host = Host(LazyRadixCache, size // 2 + TEXT_LEN, 20_000, "cpu", 2 * size)
+        self.host = Host(False, size // 2 + TEXT_LEN, 20_000, "cpu", 2 * size)
         for number in self.rng.sample(range(num_documents), num_chunks):
             self.host.insert_chunk(self.document(number))
         self.control = self.host.admission.control

@@ -7,13 +7,11 @@ from array import array
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
 from benchmark.serving.workloads import draw_distinct, zipf_weights
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.cache.radix import LazyRadixCache
 
 QUESTION_LEN = 32
 SEPARATOR = 11
@@ -24,10 +22,12 @@ class Traffic:
 
     on_host: how many chunks the host holds per resident one; 0 for no host tier.
     metrics: publish metrics, as with `--enable-metrics`.
+    stock: whether the cache is SGLang's own alone.
     """
 
     on_host = 0
     metrics = False
+    stock = False
 
     def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
         self.num_chunks, self.chunk_len = shape
@@ -54,8 +54,6 @@ class Traffic:
 
 class Linked(Traffic):
     """Each request has `num_chunks` different documents as chunks, in random order."""
-
-    cache_class = LazyRadixCache
 
     def fill(self, host: Host, num_resident: int) -> None:
         on_host_alone = range(num_resident, num_resident * self.on_host)
@@ -85,7 +83,7 @@ class Metered(Linked):
 class Plain(Traffic):
     """Each request has the same tokens, then one document: an equally long prefix with equally many leaves."""
 
-    cache_class = RadixCache
+    stock = True
 
     def fill(self, host: Host, num_resident: int) -> None:
         self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
@@ -101,7 +99,7 @@ class Plain(Traffic):
 class PlainOnOurs(Plain):
     """The same prompts without chunks, with our cache and hooks."""
 
-    cache_class = LazyRadixCache
+    stock = False
 
 
 CONTENDERS = {"lazy": Linked, "lazy-metrics": Metered, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}

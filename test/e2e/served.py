@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 from oracle.policies import (
@@ -20,6 +21,10 @@ from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 4
 PREAMBLE = "These lines stand alone."
+SYNCHRONIZES = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="there is no GPU to synchronize, as SGLang does wherever PyTorch is built for one",
+)
 RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
 
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from http_prompts import ids
+from served import SYNCHRONIZES
 
 from fakes import leftovers
 from oracle.adapters import random_adapter
@@ -155,7 +156,9 @@ def test_a_prompt_that_leaves_takes_its_fill_or_probe_along(server, link, way):
     stream.read()
 
 
-@pytest.mark.parametrize("call", ["/update_weights_from_disk", "/release_memory_occupation"])
+@pytest.mark.parametrize(
+    "call", ["/update_weights_from_disk", pytest.param("/release_memory_occupation", marks=SYNCHRONIZES)]
+)
 def test_weights_and_memory_after_an_abort(server, call, tiny_model):
     """Both need a server without requests, and end one that has any."""
     with server.slowly():

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.hicache_storage import PrefetchTimeoutConfig
 
 from fakes.attention import most_attended
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
@@ -21,6 +20,7 @@ from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import is_internal, lazy_state, linked, stand_in
 from sglang_lazy.policies import POLICIES, register
+from sglang_lazy.port.cache.storage import Patience
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -76,11 +76,6 @@ picks = st.integers(0, 7)
 pieces = st.sampled_from([1, 2, 5, ALL])
 
 
-def path(node):
-    """A node and its ancestors, without the root."""
-    return [] if node.parent is None else [node, *path(node.parent)]
-
-
 def pick_from(sequence, pick):
     return sequence[pick % len(sequence)]
 
@@ -99,7 +94,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.storage = Storage() if self.has_storage else None
         self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=self.storage, **self.options)
         if self.has_storage:  # neither requests nor flushes wait for storage that hangs
-            self.pools.cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
+            self.pools.cache.tiers.storage.patience = Patience("timeout", base=0.0, per_ki_token=0.0, max=0.0)
         self.retracted = []
         self.ended = []
         self.now = 0
@@ -241,10 +236,10 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.take_acknowledgements()
         self.pools.cache.evict(EvictParams(num_tokens=self.pools.cache.evictable_size()))
 
-    @precondition(lambda self: self.pools.has_tiers and self.pools.cache.evictable_host_leaves)
+    @precondition(lambda self: self.pools.has_tiers and self.pools.cache.tiers.host._leaves)
     @rule(num_tokens=st.integers(1, 6))
     def evict_host(self, num_tokens):
-        self.pools.cache.evict_host(num_tokens)
+        self.pools.cache.tiers.host.evict(num_tokens)
 
     @precondition(lambda self: self.pools.cache.evictable_size() > self.pool_size // 2)
     @rule(num_tokens=st.integers(1, 20))
@@ -261,10 +256,10 @@ class CacheHistories(RuleBasedStateMachine):
         chunk = pick_from(list(self.pools.store._cached.values()), pick)
         free = self.pools.num_free
         self.pools.cache.admission.pins.remove(chunk)
-        held = chunk.node.lock_ref or chunk.node.host_ref_counter
+        held = self.pools.cache.tree.is_held(chunk.node)
         self.pools.store.deletions.add(chunk)
         self.sweep()
-        assert (chunk.node is not None) == bool(held)
+        assert (chunk.node is not None) == held
         assert self.pools.num_free >= free
 
     @precondition(lambda self: self.pools.store._cached)
@@ -290,9 +285,9 @@ class CacheHistories(RuleBasedStateMachine):
     @rule()
     def sweep(self):
         """Deleted chunks are freed once nobody holds them."""
-        self.pools.cache.rows.sweep()
+        self.pools.store.deletions.sweep()
         assert all(
-            chunk.node is None or chunk.node.lock_ref or chunk.node.host_ref_counter
+            chunk.node is None or self.pools.cache.tree.is_held(chunk.node)
             for chunk in self.pools.store.deletions.waiting.values()
         )
 
@@ -303,8 +298,8 @@ class CacheHistories(RuleBasedStateMachine):
         key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         kept = ((0, min(needed, len(tokens))),)
         node = self.pools.store.find(ChunkSlice(key, 0, array("q", tokens), 0, len(tokens), kept))
-        if node is not None and (not node.evicted or self.pools.cache.load([node])):
-            self.pools.cache.inc_lock_ref(node)
+        if node is not None and (node.slots is not None or self.pools.store.load([node])):
+            self.pools.cache.tree.lock(node)
             self.pools.waiting_locks.append(node)
 
     @precondition(lambda self: self.pools.waiting_locks)
@@ -327,11 +322,11 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.check()
         if not self.pools.running and not self.pools.waiting_locks and not self.pools.copying:
             pins = self.pools.cache.admission.pins
-            assert self.pools.cache.num_locks == len(pins)
-            locked = {above for chunk in pins._chunks.values() for above in path(chunk.node)}
-            assert self.pools.cache.protected_size() == sum(len(node.key) for node in locked)
+            assert self.pools.cache.tree.num_locks == len(pins)
+            locked = {above for chunk in pins._chunks.values() for above in chunk.node.path()}
+            assert self.pools.cache.protected_size() == sum(map(len, locked))
         for chunk in self.pools.cache.admission.pins._chunks.values():
-            assert not chunk.node.evicted and self.pools.store._cached[chunk.key] is chunk
+            assert chunk.node.slots is not None and self.pools.store._cached[chunk.key] is chunk
 
     def end_all(self):
         for req in list(self.pools.running):
@@ -342,7 +337,6 @@ class CacheHistories(RuleBasedStateMachine):
 
     def settle(self):
         """All copies under way arrive; then what is on the host is stored."""
-        self.pools.cache.finish_loads()
         while self.pools.copying:
             self.pools.take_acknowledgements()
         self.pools.take_acknowledgements()
@@ -357,9 +351,11 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
         assert self.pools.num_free == self.pool_size
         if self.pools.has_tiers:
-            self.pools.cache.evict_host(self.options["host_size"])
-            assert self.pools.cache.token_to_kv_pool_host.available_size() == self.options["host_size"]
-            assert not self.pools.cache.root_node.children and not self.pools.store._cached
+            host, num_slots = self.pools.cache.tiers.host, self.options["host_size"]
+            host.evict(num_slots)
+            assert host.memory.slots.num_free == num_slots
+        assert not self.pools.cache.tree.root.children and not self.pools.store._cached
+        assert not any(self.pools.plain_nodes()) and not any(self.pools.cache.room.mirror.oldest())
 
 
 class FrequencyHistories(CacheHistories):
@@ -466,8 +462,8 @@ class StoredHistories(TierHistories):
     def teardown(self):
         self.hang_storage(False)
         super().teardown()
-        assert not self.pools.cache.fetches
-        assert self.pools.cache._num_fetching == self.pools.cache._num_writing == 0
+        storage = self.pools.cache.tiers.storage
+        assert not storage.fetches and storage._num_fetching == storage._num_writing == 0
 
 
 class HybridHistories(CacheHistories):

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from test_tiers import noted
 
 from fakes.loop import QUESTION, Loop
 from fakes.requests import CHUNK
@@ -34,8 +35,8 @@ def ask(server, chunk):
 
 def host_chunks(server):
     """How many chunks have a copy on the host, and how many of these are on the device as well."""
-    nodes = [node for node, _, _ in server.pools.nodes() if node.backuped and node.key.extra_key.kind == "chunk"]
-    return len(nodes), sum(not node.evicted for node in nodes)
+    nodes = [node for node, _, _ in server.pools.nodes() if node.host is not None]
+    return len(nodes), sum(node.slots is not None for node in nodes)
 
 
 def test_both_tiers_together_hold_the_corpus():
@@ -67,14 +68,7 @@ def test_a_host_with_room_keeps_all_copies():
 def test_hot_chunks_are_not_copied_again_to_a_full_host():
     """A chunk in constant use is copied once, not again at each use."""
     server, chunks = new_server(), corpus(18)
-    written = []
-    write_backup = server.tree_cache.write_backup
-
-    def record(node, *args):
-        written.append(tuple(node.key.token_ids))
-        return write_backup(node, *args)
-
-    server.tree_cache.write_backup = record
+    written = noted(server, lambda node: tuple(node.tokens))
     hot = chunks[0]
     for chunk in chunks[1:] * 3:
         ask(server, chunk)

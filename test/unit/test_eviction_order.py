@@ -1,20 +1,18 @@
 """The order of eviction: what counts as a use under each policy, and that wall-clock time does not matter."""
 
 import random
+import sys
 import time
 import types
 
 import pytest
-from sglang.srt.mem_cache import radix_cache
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
-from fakes.pools import Pools
+from fakes.recorder import RecordingPools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.cache.radix import LazyRadixCache
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -23,19 +21,19 @@ PLAIN = (TEXT, (7, 7, 7, 7))
 
 
 def evicted(scheduler):
-    """The leaves that `scheduler` evicts from now on, in order, each as its tokens from the start of its namespace."""
-    cache, order = scheduler.tree_cache, []
-    delete_leaf = cache._delete_leaf
+    """The tokens whose slots are freed from now on, in order, each with those before it that its KV depends on."""
+    slots, order = scheduler.pools.slots, []
+    whole = slots.full_attn_allocator if scheduler.pools.window else slots
+    free = whole.free
 
-    def record(leaf):
-        tokens, node = (), leaf
-        while node is not cache.root_node:
-            tokens = tuple(node.key.token_ids) + tokens
-            node = node.parent
-        order.append(tokens)
-        delete_leaf(leaf)
+    def record(freed):
+        if whole.free_group is None:
+            for slot in freed.tolist():
+                kind, *_, path = whole.contents[slot]
+                order.append(path[1] if kind == "chunk" else path)
+        free(freed)
 
-    cache._delete_leaf = record
+    whole.free = record
     return order
 
 
@@ -46,22 +44,21 @@ def evict_all(scheduler):
 
 def node_of(scheduler, chunk):
     """The node of a chunk that has not been split."""
-    (node,) = (
-        child for child in scheduler.tree_cache.root_node.children.values() if tuple(child.key.token_ids) == chunk[1]
-    )
+    (node,) = (child for child in scheduler.tree_cache.tree.root.children.values() if tuple(child.tokens) == chunk[1])
     return node
 
 
 @pytest.mark.parametrize("policy, num_texts", [("lfu", 2), ("slru", 1)])
 @pytest.mark.parametrize("link", ["block", "copy"])
 def test_a_chunk_in_demand_outlives_idle_text(policy, num_texts, link):
-    """A chunk used six times outlives text that was used later but less often."""
+    """A chunk used six times outlives text of prompts with chunks that was used later but less often. Prompts without
+    chunks have their text in SGLang's own tree, which gives by age."""
     scheduler = Loop(200, eviction_policy=policy, link=link)
     for i in range(6):
         scheduler.submit([A, (TEXT, (i, i))], f"p{i}", max_new_tokens=1)
         scheduler.run()
     for i in range(num_texts):
-        scheduler.submit([PLAIN], f"text{i}", max_new_tokens=1)
+        scheduler.submit([PLAIN, B, QUESTION], f"text{i}", max_new_tokens=1)
         scheduler.run()
     order = evicted(scheduler)
     evict_all(scheduler)
@@ -96,14 +93,14 @@ def test_a_lookup_alone_is_no_hit():
     scheduler = Loop()
     scheduler.warm(A, B)
     node = node_of(scheduler, A)
-    hits, recency = node.hit_count, node.last_access_time
+    hits, recency = node.hits, node.last_use
     req = scheduler.submit([A, QUESTION], "aborted", priority=5)
     scheduler.visible()
     assert linked(req).ready
     scheduler.abort(req)
     scheduler.run()
-    assert (node.hit_count, node.priority) == (hits, 0)
-    assert node.last_access_time > max(recency, node_of(scheduler, B).last_access_time)
+    assert (node.hits, node.priority) == (hits, 0)
+    assert node.last_use > max(recency, node_of(scheduler, B).last_use)
 
 
 @pytest.mark.parametrize("chunked_prefill_size", [2, 64])
@@ -112,11 +109,11 @@ def test_a_prompt_uses_its_chunks_once(chunked_prefill_size):
     scheduler = Loop(chunked_prefill_size=chunked_prefill_size)
     scheduler.warm(A)
     node = node_of(scheduler, A)
-    hits = node.hit_count
+    hits = node.hits
     scheduler.submit([A, (TEXT, (5, 6, 7, 8, 9, 10, 11)), QUESTION], "p0", max_new_tokens=3)
     scheduler.run()
     assert len(scheduler.log) == {2: 4, 64: 1}[chunked_prefill_size] + 2
-    assert node.hit_count == hits + 1
+    assert node.hits == hits + 1
 
 
 def history(scheduler, seed, chunks=True):
@@ -144,12 +141,20 @@ def history(scheduler, seed, chunks=True):
 
 @pytest.fixture
 def any_time(monkeypatch):
-    """any_time(seed): from now on SGLang's radix cache reads random times from its clock."""
+    """any_time(seed): from now on SGLang's caches and all of ours read random times from their clocks."""
+    readers = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(("sglang.srt.mem_cache.", "sglang_lazy.")) and getattr(module, "time", None) is time
+    ]
+    assert {"sglang_lazy.chunks.store", "sglang_lazy.port.cache.room"} <= {module.__name__ for module in readers}
 
     def set_clock(seed):
         dice = random.Random(seed)
-        clock = types.SimpleNamespace(monotonic=lambda: dice.uniform(0, 1000), perf_counter=time.perf_counter)
-        monkeypatch.setattr(radix_cache, "time", clock)
+        names = ("monotonic", "perf_counter", "time")
+        clock = types.SimpleNamespace(**dict.fromkeys(names, lambda: dice.uniform(0, 1000)))
+        for module in readers:
+            monkeypatch.setattr(module, "time", clock)
 
     return set_clock
 
@@ -181,10 +186,10 @@ def test_nor_where_a_lookup_finds_what_it_cannot_read(seed, any_time):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_plain_text_is_evicted_in_sglangs_order(policy, seed):
-    """Without chunks our cache evicts what SGLang's own would, whatever the clock says."""
+    """Without chunks our cache evicts what SGLang's own would."""
     orders = []
-    for cache_class in (RadixCache, LazyRadixCache):
-        pools = Pools(40, cache_class=cache_class, eviction_policy=policy)
+    for stock in (True, False):
+        pools = RecordingPools(40, stock=stock, eviction_policy=policy)
         orders.append(history(Scheduler(pools), seed, chunks=False))
     assert orders[0] == orders[1]
     assert len(orders[0]) > 40

@@ -94,12 +94,17 @@ def test_what_the_plugin_adds_to_the_flags():
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
-    args = SimpleNamespace(device="cpu", grammar_backend="llguidance", resolve_once=lambda: None)
+    args = SimpleNamespace(
+        device="cpu", grammar_backend="llguidance", radix_cache_backend="lazy", resolve_once=lambda: None
+    )
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         start.check_start(LazyConfig(kernels="cuda"), args)
     start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
     monkeypatch.setattr(start, "unfit_flags", lambda args: [])
     start.check_start(LazyConfig(), args)
+    args.radix_cache_backend = None  # as they are if the plugin was not active when they were resolved
+    with pytest.raises(ValueError, match="before sglang-lazy was active"):
+        start.check_start(LazyConfig(fallback=True), args)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT
+from sglang_lazy.cache.host_copy import HostWatcher
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import steps as hooks
@@ -33,8 +34,16 @@ def details(req):
 
 
 def host_used(scheduler):
-    pool = scheduler.tree_cache.token_to_kv_pool_host
-    return pool.size - pool.available_size()
+    slots = scheduler.tree_cache.tiers.host.memory.slots
+    return slots.size - slots.num_free
+
+
+def noted(scheduler, what):
+    """What `what` says of each chunk that is copied to the host, when its copy begins."""
+    notes, stored = [], HostWatcher()
+    stored.stored = lambda node: notes.append(what(node))
+    scheduler.tree_cache.tiers.watchers.each.append(stored)
+    return notes
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -69,42 +78,32 @@ def test_the_beginning_of_a_chunk_is_loaded_alone():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nothing_is_copied_before_it_is_computed(overlap):
-    """A fill publishes its chunks when its batch is formed; `HostSlots` would notice a copy made that early."""
+    """A fill publishes its chunks when its batch is formed; `RecordingCopier` would notice a copy made that early."""
     scheduler = Loop(40, host_size=80, overlap=overlap)
     scheduler.submit([A, QUESTION], "r")
-    copied = []
-    write_backup = scheduler.tree_cache.write_backup
-
-    def record(node, *args):
-        copied.append((len(scheduler.log), tuple(node.key.token_ids)))
-        return write_backup(node, *args)
-
-    scheduler.tree_cache.write_backup = record
+    copied = noted(scheduler, lambda node: (len(scheduler.log), tuple(node.tokens)))
     scheduler.run()
     launched = next(step for step, rids in enumerate(scheduler.log, 1) if any("fill" in rid for rid in rids))
     assert [step for step, tokens in copied if tokens == A[1]] == [launched + overlap]
 
 
 def test_chunks_of_one_fill_are_copied_together():
-    scheduler = Loop(40, host_size=80)
-    host_pool, lens = scheduler.tree_cache.token_to_kv_pool_host, []
-    copy = host_pool.backup_from_device_all_layer
-
-    def record(device_pool, host_indices, *args):
-        lens.append(len(host_indices))
-        copy(device_pool, host_indices, *args)
-
-    host_pool.backup_from_device_all_layer = record
+    scheduler, lens = Loop(40, host_size=80), []
+    transfers = scheduler.tree_cache.tiers.transfers
+    back_up = transfers.back_up
+    transfers.back_up = lambda pieces: lens.append(sum(len(piece.host) for piece in pieces)) or back_up(pieces)
     scheduler.submit([A, B, C, QUESTION], "r", max_new_tokens=1)
     scheduler.run()
     assert lens == [12]
 
 
-def test_text_behind_chunks_is_not_copied():
+def test_text_is_not_copied():
     scheduler = Loop(60, host_size=80)
     scheduler.submit([(TEXT, (9, 9)), A, (TEXT, (8, 8)), QUESTION], "r")
     scheduler.run()
-    assert host_used(scheduler) == 4 + 2, "the chunk and the leading text"
+    scheduler.submit([(TEXT, (1, 2, 3, 4, 5, 6))], "without chunks", max_new_tokens=1)
+    scheduler.run()
+    assert host_used(scheduler) == 4, "the chunk"
 
 
 def test_write_through_selective_copies_what_is_used_twice():
@@ -116,15 +115,6 @@ def test_write_through_selective_copies_what_is_used_twice():
     demote(scheduler)
     assert scheduler.states(scheduler.submit([A, B, QUESTION], "r")) == [MISSING, HOST]
     scheduler.run()
-
-
-def test_plain_prefixes_are_loaded_as_by_sglang():
-    scheduler = Loop(60, host_size=80)
-    for rid in ("cold", "warm"):
-        req = scheduler.submit([(TEXT, (1, 2, 3, 4, 5, 6))], rid, max_new_tokens=1)
-        scheduler.run()
-        demote(scheduler)
-    assert (req.cached_tokens_device, req.cached_tokens_host) == (0, 5)
 
 
 def test_an_abort_while_loading_loses_nothing():
@@ -205,21 +195,21 @@ def test_device_and_host_hold_different_chunks(overlap):
 def test_a_copy_is_not_given_up_while_it_is_made_or_read():
     """The host is full of copies of chunks that the device has."""
     scheduler = Loop(60, host_size=8)
-    cache = scheduler.tree_cache
+    host = scheduler.tree_cache.tiers.host
     scheduler.submit([A, B, QUESTION], "copied", max_new_tokens=1)
-    while not cache.ongoing_write_through:
+    while not host.is_copying:
         scheduler.step()
-    cache.evict_host(8)
+    host.evict(8)
     assert host_used(scheduler) == 8, "they are being made"
     scheduler.run()
     demote(scheduler)
     req = scheduler.submit([A, B, QUESTION], "loads", max_new_tokens=1)
     scheduler.visible()
     assert scheduler.states(req) == [LOADING, LOADING]
-    cache.evict_host(8)
+    host.evict(8)
     assert host_used(scheduler) == 8, "they are being read"
     scheduler.run()
-    cache.evict_host(8)
+    host.evict(8)
     assert host_used(scheduler) == 0 and scheduler.states(req) == [RESIDENT, RESIDENT]
 
 
@@ -238,13 +228,13 @@ def test_loads_wait_for_memory_like_fills():
 def test_a_load_never_takes_what_waiting_requests_hold():
     """The pool is full of locked chunks: the load gives up and revokes no lock."""
     scheduler = with_chunks_on_host(A, B, pool_size=12)
-    cache = scheduler.tree_cache
+    device = scheduler.store.device
     req = scheduler.submit([B, QUESTION], "holds", max_new_tokens=1)
     scheduler.visible()
     node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
-    taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
-    assert not cache.load([node]) and node.evicted and req in scheduler.admission.holders
-    scheduler.admission.rows.free(taken)
+    taken = device.allocate(device.available_size() - 3)
+    assert not scheduler.store.load([node]) and node.slots is None and req in scheduler.admission.holders
+    device.free(taken)
     scheduler.run()
 
 
@@ -254,41 +244,36 @@ def test_eviction_that_falls_short_waits_for_copies():
     scheduler = Loop(20, host_size=80)
     cache = scheduler.tree_cache
     scheduler.submit([A, B, QUESTION], "r", max_new_tokens=1)
-    while not cache.ongoing_write_through or scheduler.running_batch.reqs:
+    while not cache.is_copying or scheduler.running_batch.reqs:
         scheduler.step()
     assert cache.evictable_size() < 8
-    assert cache.evict(EvictParams(num_tokens=8)).num_tokens_evicted >= 8 and not cache.ongoing_write_through
+    assert cache.evict(EvictParams(num_tokens=8)).num_tokens_evicted >= 8 and not cache.is_copying
     scheduler.run()
 
 
-@pytest.mark.parametrize(
-    "load", [lambda cache, node: cache.load([node]), lambda cache, node: cache.load_back(node) is not None]
-)
-def test_a_load_evicts_no_more_than_it_lacks(load):
-    """Three slots are free and two evictable, for a chunk of four: waiting requests keep their locks. SGLang loads the
-    prefixes of plain prompts by itself, while it forms a batch."""
+def test_a_load_evicts_no_more_than_it_lacks():
+    """Three slots are free and two evictable, for a chunk of four: waiting requests keep their locks."""
     scheduler = with_chunks_on_host(A, B, pool_size=20)
-    cache = scheduler.tree_cache
+    cache, device = scheduler.tree_cache, scheduler.store.device
     scheduler.submit([(TEXT, (7, 7))], "text", max_new_tokens=1)
     scheduler.run()
     req = scheduler.submit([B, QUESTION], "holds", max_new_tokens=1)
     scheduler.visible()
     node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
-    taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
+    taken = device.allocate(device.available_size() - 3)
     assert cache.evictable_size() == 2
-    assert load(cache, node) and not node.evicted and req in scheduler.admission.holders
-    scheduler.admission.rows.free(taken)
+    assert scheduler.store.load([node]) and node.slots is not None and req in scheduler.admission.holders
+    device.free(taken)
     scheduler.run()
 
 
 def test_room_for_all_chunks_of_a_prompt_is_made_at_once(monkeypatch):
     """The pool is full of other chunks."""
     scheduler = with_chunks_on_host(A, B, C, pool_size=20)
-    cache, asked = scheduler.tree_cache, []
+    device, asked = scheduler.store.device, []
     scheduler.warm(*((CHUNK, (n, n, n, n)) for n in (31, 32, 33)))
-    lacking = 12 - cache.token_to_kv_pool_allocator.available_size()
-    evict = cache.evict
-    monkeypatch.setattr(cache, "evict", lambda params: asked.append(params.num_tokens) or evict(params))
+    lacking, take = 12 - device.available_size(), device.take
+    monkeypatch.setattr(device, "take", lambda num_tokens: asked.append(num_tokens) or take(num_tokens))
     req = scheduler.submit([A, B, C, QUESTION], "loads", max_new_tokens=1)
     scheduler.visible()
     assert asked == [lacking] and lacking > 4 and scheduler.states(req) == [LOADING] * 3
@@ -306,18 +291,6 @@ def test_chunks_are_loaded_under_every_policy(link):
         scheduler.run()
         demote(scheduler)
     assert details(req)[1] == details(req)[2] > 0
-
-
-def test_a_decode_step_over_a_load_that_never_began_is_caught():
-    scheduler = with_chunks_on_host(A, B)
-    req = scheduler.submit([A, QUESTION], "r")
-    scheduler.submit([B, QUESTION], "loads")
-    scheduler.visible()
-    for _ in range(2):
-        scheduler.step()
-    scheduler.tree_cache._queued.add(req.last_node.chunks.nodes[0].id)
-    with pytest.raises(AssertionError, match="would read what is loading"):
-        scheduler.step()
 
 
 def test_device_leaves_with_children_on_the_host():

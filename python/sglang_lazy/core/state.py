@@ -115,6 +115,7 @@ class LinkedRequest:
     own: its policy's state while the request has a row.
     cross_slots: int32, the slots of its chunks, once it has a row, if the model reads them by cross-attention.
     reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
+    num_known: how many tokens it keeps of chunks that were cached or stored on arrival.
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: by namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
@@ -131,6 +132,7 @@ class LinkedRequest:
     own: Any = None
     cross_slots: torch.Tensor | None = None
     reused: list[bool] = dataclasses.field(init=False)
+    num_known: int = dataclasses.field(init=False)
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
@@ -141,6 +143,7 @@ class LinkedRequest:
         self.reused = [
             node is not None or prefetched for node, prefetched in zip(self.found, self.prefetched, strict=True)
         ]
+        self.num_known = self.num_reused_tokens
         self.loaded = [False] * len(self.found)
 
     @property

@@ -33,8 +33,6 @@ class Engine(ChunkMethods, engine.Engine):
         server_args = kwargs.get("server_args")
         if server_args is None:
             server_args = self.server_args_class(**{"log_level": "error", **kwargs})
-        elif server_args.radix_cache_backend is None:  # made before the plugin was active
-            server_args.override("sglang_lazy", radix_cache_backend=plugin.CACHE_BACKEND)
         if server_args.tokenizer_worker_num > 1:
             raise ValueError("an engine tokenizes in this process: tokenizer_worker_num must be 1")
         check_start(config, server_args)

@@ -30,6 +30,8 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
     if reason := unfit_for_cpu(args):
         raise ValueError(reason)
     args.resolve_once()
+    if flags_of(args).radix_cache_backend is None:
+        raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")
     if reason := _unfit_default(config, args):
         raise ValueError(reason)
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):

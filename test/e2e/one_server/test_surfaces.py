@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-import torch
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
-from served import TOLERANCE
+from served import SYNCHRONIZES, TOLERANCE
 from transformers import AutoTokenizer
 
 import sglang_lazy as sgl
@@ -557,10 +556,6 @@ def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_m
 
 
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
-SYNCHRONIZES = pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="there is no GPU to synchronize, as SGLang does wherever PyTorch is built for one",
-)
 
 
 @pytest.mark.parametrize(

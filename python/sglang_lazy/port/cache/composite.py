@@ -15,8 +15,7 @@ What SGLang 0.5.23 asks of a cache (scheduler, its queue and budgets, batches, a
   total_size, sanity_check, metrics, and whatever belongs to sessions, mamba, its host tier and disaggregation.
 
 Linked requests must not reach `prefetch_from_storage`, which takes only tokens: the scheduler's hook keeps them away.
-Where SGLang matches requests that only wait, it must do so in `ranking`: it does for every queue if its own cache can
-match fast.
+Where SGLang matches requests that only wait, it must do so in `ranking`.
 """
 
 import contextlib
@@ -70,11 +69,12 @@ class CompositeCache:
     tiers: Tiers | None
     events: BlockEvents | None
     admission: Any
+    _ranks: bool | None
 
     def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], windows: Windows | None = None):
         object.__setattr__(self, "plain", plain)
         self.tree, self._clock, self.windows, self.room = tree, clock, windows, Room(plain, tree, windows)
-        self.tiers, self.events, self.admission, self._ranks = None, None, None, False
+        self.tiers, self.events, self.admission, self._ranks = None, None, None, None
         # SGLang's cache makes room for what it loads from its own tiers: our tree must give its share of that, too.
         plain.evict_for_alloc = self.evict_for_alloc
 
@@ -99,19 +99,27 @@ class CompositeCache:
     # Requests
 
     @contextlib.contextmanager
-    def ranking(self) -> Iterator[None]:
-        """A context in which matches of waiting requests only tell how much is cached, without laying out rows."""
-        self._ranks = True
+    def ranking(self, by_prefix: bool) -> Iterator[None]:
+        """A context in which matches of waiting requests only tell how much is cached, without laying out rows.
+
+        by_prefix: whether the queue is sorted by it. Otherwise SGLang matches all the same, every waiting request in
+            every step, to report its load; for that, what was cached on arrival will do.
+        """
+        self._ranks = by_prefix
         try:
             yield
         finally:
-            self._ranks = False
+            self._ranks = None
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
-        if self._ranks and (waiting := linked(stand_in(req))) is not None:
-            on_device, on_host = self.rows.rank(req, waiting, self.admission.cached(waiting))
+        if self._ranks is not None and (waiting := linked(stand_in(req))) is not None:
+            on_device, on_host = waiting.num_known, 0
+            if self._ranks:
+                on_device, on_host = self.rows.rank(req, waiting, self.admission.cached(waiting))
             return self._matched(on_device, self.plain.root_node_handle(req.extra_key), on_host)
+        if self._ranks is False and fill_of(req) is not None:
+            return self._matched(0, self.plain.root_node_handle(req.extra_key))
         if (state := linked(req)) is not None:
             num_tokens = len(req.origin_input_ids) + len(req.output_ids)
             slots, nodes = self.rows.match(req, state, limit=req._compute_max_prefix_len(num_tokens))

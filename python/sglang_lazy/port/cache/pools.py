@@ -78,7 +78,7 @@ class HybridSlots:
 
     @property
     def size(self) -> int:
-        return self._allocator.size
+        return self._allocator.size_full
 
     def free(self, slots: torch.Tensor) -> None:
         has_window = self._allocator.full_to_swa_index_mapping[slots] > 0

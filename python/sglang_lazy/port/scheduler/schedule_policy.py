@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD, AddReqResult
+from sglang.srt.managers.schedule_policy import (
+    IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD,
+    AddReqResult,
+    CacheAwarePolicy,
+)
 
 from sglang_lazy.core.state import is_internal, linked, stand_in
 from sglang_lazy.port.hooks import feature, required
@@ -17,7 +21,8 @@ def calc_priority(
     admission = getattr(policy.tree_cache, "admission", None)
     if admission is None:
         return original(policy, waiting_queue, running_batch, *args, **kwargs)
-    with policy.tree_cache.ranking():
+    by_prefix = isinstance(policy._determine_active_policy(waiting_queue), CacheAwarePolicy)
+    with policy.tree_cache.ranking(by_prefix):
         original(policy, waiting_queue, running_batch, *args, **kwargs)
     admission.show(waiting_queue, running_batch.reqs)
 
