@@ -44,7 +44,6 @@ class Pools:
     host_size: slots of the host tier; 0 for no host tier.
     write_policy: what is copied there, one of SGLang's.
     storage: a stand-in for SGLang's storage backend behind the host tier.
-    stock: whether the cache is SGLang's own alone, which takes no chunks.
     slow: whether steps are taken while storage has not answered.
     chunk_size: slots of a separate pool for chunks, which an encoder computes; 0 if chunks share the other pool.
     window: how many earlier tokens a query sees in the first layer, which then has a pool of its own with
@@ -52,9 +51,10 @@ class Pools:
     """
 
     objects_class = ChunkObjects
-
+    reuses = True
+    """Whether chunks are served: else the cache is SGLang's own."""
     tree_core: str | None = "python"
-    """Of SGLang's tree, whose nodes can be looked at; None for SGLang's choice."""
+    """SGLang's, whose nodes can be looked at; None for the one that it prefers."""
 
     patience = Patience("timeout", base=2.0, per_ki_token=0.1, max=30.0)
 
@@ -71,7 +71,6 @@ class Pools:
         host_size: int = 0,
         write_policy: str = "write_through",
         storage: Any = None,
-        stock: bool = False,
         chunk_size: int = 0,
         window: int = 0,
         window_size: int = 0,
@@ -86,9 +85,9 @@ class Pools:
             self.chunk_kv = new_kv(chunk_size, 0, device)
             self.chunk_slots = self.new_slots(chunk_size, 0, device, self.chunk_kv)
             self.rows.chunk_pool = types.SimpleNamespace(kv=self.chunk_kv, allocator=self.chunk_slots)
-        if not stock:
-            batch_type = CrossBatch if chunk_size else LinkedBatch
-            num_rows = len(self.rows.req_to_token)
+        batch_type = CrossBatch if chunk_size else LinkedBatch
+        num_rows = len(self.rows.req_to_token)
+        if self.reuses:
             self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
         self.model_config = types.SimpleNamespace(
             vocab_size=vocab_size,
@@ -114,7 +113,7 @@ class Pools:
         flags = {"hicache_ratio": ratio, "hicache_write_policy": write_policy}
         with get_memory().override(**flags), mock.patch.object(tiers, "Transfers", self.new_transfers):
             context = self._context(params)
-            self.cache = default_radix_cache_factory(context) if stock else create.new_cache(context, self.runner)
+            self.cache = create.new_cache(context, self.runner) if self.reuses else default_radix_cache_factory(context)
         if storage is not None:
             self.connect(storage)
 

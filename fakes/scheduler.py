@@ -6,7 +6,6 @@ import types
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -22,7 +21,6 @@ from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
@@ -54,7 +52,7 @@ def _with_hook(stock: Callable, hook: Hook) -> Callable:
 
 
 Batch = hooked(ScheduleBatch, hooks)
-_Policy, _Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
+_Policy, Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
 _Stock = hooked(sglang_scheduler.Scheduler, hooks, internal, lora, memory)
 _NOTHING = types.SimpleNamespace
 
@@ -71,7 +69,7 @@ class Scheduler(_Stock):
     log: the ids of the requests in each launched batch.
     """
 
-    batch_class = Batch
+    batch_class, adder_class = Batch, Adder
 
     def __init__(
         self,
@@ -94,11 +92,8 @@ class Scheduler(_Stock):
         self.model_config, self.tokenizer = pools.model_config, None
         self.log: list[list[str]] = []
         self._set_stock(overlap, prioritizes)
-        if type(self.tree_cache) is CompositeCache:
-            self._attach_admission(max_chunks)
-
-    def _attach_admission(self, max_chunks: int) -> None:
-        pools = self.pools
+        if not pools.reuses:
+            return
         cross_attention = pools.chunk_slots is not pools.slots
         self.tree_cache.admission = self.admission = hooks.new_admission(
             self,
@@ -230,11 +225,14 @@ class Scheduler(_Stock):
         self.pools.take_acknowledgements()
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(sglang_scheduler, "ScheduleBatch", self.batch_class):
+        stock, sglang_scheduler.ScheduleBatch = sglang_scheduler.ScheduleBatch, self.batch_class
+        try:
             return super()._get_new_batch_prefill_raw(*args, **kwargs)
+        finally:
+            sglang_scheduler.ScheduleBatch = stock
 
     def get_prefill_adder_class(self) -> type[PrefillAdder]:
-        return _Adder
+        return self.adder_class
 
     def get_num_allocatable_reqs(self, running_bs: int, *_args: Any, num_held_rows: int = 0, **_more: Any) -> int:
         """As SGLang's, without beams and pipeline stages."""

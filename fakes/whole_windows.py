@@ -1,4 +1,4 @@
-"""Makes SGLang's Triton attention use whole windows in decode. SGLang 0.5.17 omits the farthest token of a window there
+"""Makes SGLang's Triton attention use whole windows in decode. SGLang 0.5.23 omits the farthest token of a window there
 (its pull request 32087), unlike in other backends and in prefill. Linked rows do not use it."""
 
 from typing import Any

@@ -100,7 +100,7 @@ def _by_step(source: Path) -> dict[str, list[float]]:
 
 
 def requests(sources: list[Path]) -> str:
-    """Milliseconds of a request's host time, and microseconds per evicted leaf."""
+    """Milliseconds of a request's host time, and microseconds per chunk's worth of evicted tokens."""
     found = values(sources)
     names = in_order(key[0] for key in found)
     columns = {

@@ -1,5 +1,6 @@
 """Runs one request at a time through the scheduler without a model, from arrival to end, timing each step."""
 
+import functools
 import time
 from array import array
 from collections import defaultdict
@@ -9,21 +10,23 @@ from unittest import mock
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from fakes.pools import Pools
 from fakes.scheduler import Scheduler
-from sglang_lazy.cache.host_memory import HostMemory, Piece
+from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.host_slots import HostSlots
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
+from sglang_lazy.port.cache import tiers
 from sglang_lazy.port.scheduler import internal
 from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 
-STEPS = ("arrival", "admission", "layout", "batch", "launch", "publish", "finish", "metrics", "eviction")
+STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "metrics", "eviction")
 VOCAB_SIZE = 128256
 MAX_CHUNKS = 64
 MAX_FILL_TOKENS = 8192
@@ -54,91 +57,94 @@ class Clock:
         if self._under_way:
             self._under_way[-1][2] += spent
 
+    def timed(self, step: str, function: Callable) -> Callable:
+        """`function`, as a step."""
 
-class NoCopies:
-    """Copies nothing: that would be the work of other streams."""
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self(step):
+                return function(*args, **kwargs)
 
-    def plan(self, pieces: Sequence[Piece]) -> None:
+        return timed
+
+    def timing(self, base: type, **steps: str) -> type:
+        """A subclass of `base`, some of whose methods are steps."""
+        return type(
+            base.__name__, (base,), {name: self.timed(step, getattr(base, name)) for name, step in steps.items()}
+        )
+
+
+class SlotsAlone(HostMemory):
+    """A host that only tracks its slots: copying would be the work of other streams."""
+
+    def __init__(self, num_slots: int, layers: Sequence[Sequence[torch.Tensor]], _num_slots: int):
+        super().__init__(layers, 0)
+        self.slots = HostSlots(num_slots)
+
+    def plan(self, _pieces: Any) -> None:
         pass
 
-    def load(self, plan: None, layer: int) -> None:
-        pass
-
-    def back_up(self, plan: None) -> None:
-        pass
+    load = back_up = lambda *_args: None
 
 
 class HostPools(Pools):
     tree_core = None
 
+    def __init__(self, *args: Any, host_size: int, **options: Any):
+        with mock.patch.object(tiers, "HostMemory", functools.partial(SlotsAlone, host_size)):
+            super().__init__(*args, host_size=host_size, **options)
+
     def new_transfers(self, memory: HostMemory) -> Transfers:
-        return Transfers(memory, NoCopies())
+        return Transfers(memory, memory)
+
+
+class StockPools(HostPools):
+    reuses = False
 
 
 class Host(Scheduler):
     """A scheduler whose prefill batches are not limited, over pools that record nothing.
 
-    stock: whether the cache is SGLang's own alone.
-    evicted: leaves evicted from our tree, and evictions from SGLang's, so far.
+    reuses: whether chunks are served; else the cache is SGLang's own.
+    evicted: tokens evicted from the device so far.
     filled: chunks computed so far.
     """
 
     metrics: ChunkMetrics | None = None
     """Published after each batch, as SGLang does with `--enable-metrics`."""
 
-    def __init__(self, stock: bool, pool_size: int, context_len: int, device: str, host_size: int = 0):
-        pools = HostPools(
+    def __init__(self, reuses: bool, pool_size: int, context_len: int, device: str, host_size: int = 0):
+        pools = (HostPools if reuses else StockPools)(
             pool_size,
             num_rows=MAX_CHUNKS,
             context_len=context_len,
             max_chunks=MAX_CHUNKS,
             vocab_size=VOCAB_SIZE,
-            stock=stock,
             device=device,
             host_size=host_size,
         )
         super().__init__(pools, chunked_prefill_size=MAX_FILL_TOKENS, max_chunks=MAX_CHUNKS)
-        self.clock = Clock()
         self.chunked_prefill_size = None
         self.evicted, self.filled = 0, 0
-        if stock:
-            self._time_evictions(self.tree_cache, "evict_for_alloc")
+        self.clock = clock = Clock()
+        self.batch_class = clock.timing(self.batch_class, prepare_for_extend="batch")
+        self.adder_class = clock.timing(self.adder_class, add_one_req="batch")
+        self.request_class = clock.timing(Req, init_next_round_input="layout")
+        cache = self.tree_cache
+        if reuses:
+            cache.room.evict = self._counted(cache.room.evict, lambda given: given.num_tokens_evicted)
+            cache.store.device.take = self._counted(cache.store.device.take, len)
         else:
-            room, store = self.tree_cache.room, self.tree_cache.store
-            self._time_evictions(room, "plain_gives")
-            room.evict, store.device.take = self._timed("eviction", room.evict), self._timed("eviction", room.take)
-            store.evicted = self._counted(store.evicted)
+            cache.evict_for_alloc = self._counted(cache.evict_for_alloc, lambda given: given.num_tokens_evicted)
 
-        adder, batch = self.get_prefill_adder_class(), self.batch_class
-        timed_adder = type("Adder", (adder,), {"add_one_req": self._timed("batch", adder.add_one_req)})
-        prepare = {"prepare_for_extend": self._timed("batch", batch.prepare_for_extend)}
-        self.get_prefill_adder_class, self.batch_class = lambda: timed_adder, type("Batch", (batch,), prepare)
-        self._lay_out = self._timed("layout", Req.init_next_round_input)
+    def _counted(self, evict: Callable, count: Callable[[Any], int]) -> Callable:
+        """Wrap a function that evicts, to time it and to count the tokens of its result."""
 
-    def _timed(self, step: str, function: Callable) -> Callable:
-        def timed(*args, **kwargs):
-            with self.clock(step):
-                return function(*args, **kwargs)
-
-        return timed
-
-    def _time_evictions(self, cache: Any, name: str) -> None:
-        evict = getattr(cache, name)
-
-        def counted(*args, **kwargs):
+        def counted(*args: Any) -> Any:
             with self.clock("eviction"):
-                result = evict(*args, **kwargs)
-            self.evicted += result.num_tokens_evicted > 0
+                result = evict(*args)
+            self.evicted += count(result)
             return result
-
-        setattr(cache, name, counted)
-
-    def _counted(self, take_off: Callable) -> Callable:
-        """Wrap a method that is told of each leaf that leaves the device, to count calls."""
-
-        def counted(leaf):
-            self.evicted += 1
-            return take_off(leaf)
 
         return counted
 
@@ -152,20 +158,22 @@ class Host(Scheduler):
         self.metrics = ChunkMetrics(self.tree_cache.store, {"model_name": "none", "tp_rank": 0})
 
     def insert(self, tokens: array, known: torch.Tensor | None = None) -> torch.Tensor:
-        """Make `tokens` resident in SGLang's tree, the first ones in the slots `known`; returns all slots."""
-        known = torch.empty(0, dtype=torch.int64, device=self.pools.slots.device) if known is None else known
-        slots = torch.cat([known, self.pools.slots.alloc(len(tokens) - len(known))])
-        self.tree_cache.insert(InsertParams(key=RadixKey(tokens), value=slots, prev_prefix_len=len(known)))
+        """Make `tokens` resident as text of prompts without chunks, the first ones in the slots `known`; returns all
+        slots."""
+        new, cache = self.pools.slots.alloc(len(tokens) - (0 if known is None else len(known))), self.tree_cache
+        slots = new if known is None else torch.cat([known, new])
+        cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
+        if self.pools.reuses:
+            cache.room.mirror.touch(tokens, (None, None), next(cache.tree._clock))
         return slots
 
     def insert_chunk(self, tokens: array) -> None:
         """Make `tokens` resident as a chunk; with a host tier, this may evict an earlier one from the device."""
-        key, store = chunk_key(as_int32(tokens), Namespace("chunk", None, None)), self.tree_cache.store
+        key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
-        if self.pools.slots.available_size() < len(tokens):
-            self.tree_cache.check_hicache_events()
-            self.tree_cache.evict(EvictParams(num_tokens=len(tokens)))
-        inserted = store.insert(chunk, self.pools.slots.alloc(len(tokens)))
+        store = self.tree_cache.store
+        self.pools.take_acknowledgements()
+        inserted = store.insert(chunk, store.device.allocate(len(tokens)))
         store.back_up([inserted.node])
 
     def serve(self, req: Req) -> dict[str, int]:
@@ -174,28 +182,27 @@ class Host(Scheduler):
         with self.clock("arrival"):
             self._add_request_to_queue(req)
         while self.waiting_queue:
-            with self.clock("admission"), mock.patch.object(Req, "init_next_round_input", self._lay_out):
+            with self.clock("admission"):
                 self._process_hicache_events()
                 batch, _ = self._get_new_batch_prefill_raw(None, self.running_batch)
-            with self.clock("launch"):
-                self.pools.launch(batch)
             reqs = list(batch.reqs)
             self.filled += sum(len(fill.chunks) for fill in map(fill_of, reqs) if fill is not None)
+            with self.clock("segments"):
+                self.pools.launch(batch)
             with self.clock("publish"):
                 internal.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):
                 for ended in reqs:
-                    ended.update_finish_state()
                     release_kv_cache(ended, self.tree_cache, checkpoint=True)
             if self.metrics is not None:
                 with self.clock("metrics"):
                     self.metrics.publish()
         return dict(self.clock.steps)
 
-    def publish(self, _running_batch, batch) -> None:
+    def publish(self, _running_batch: Any, batch: Any) -> None:
         """Insert what `batch` computed into the tree; admission has already done so for fills, which have left the
         batch."""
         for req in batch.reqs:
             assert fill_of(req) is None
-            checkpoint_kv_cache(req, self.tree_cache)
             req.output_ids.append(0)
+            checkpoint_kv_cache(req, self.tree_cache)

@@ -28,7 +28,7 @@ def traced(args: argparse.Namespace, on_host: int) -> int:
     gc.collect()
     tracemalloc.start()
     try:
-        host = Host(Tiered.stock, num_tokens + args.chunk_len, 64, "cpu", (on_host + 1) * num_tokens)
+        host = Host(Tiered.reuses, num_tokens + args.chunk_len, 64, "cpu", (on_host + 1) * num_tokens)
         traffic = Tiered(options, (1, args.chunk_len), args.resident)
         traffic.on_host = on_host
         before, _ = tracemalloc.get_traced_memory()

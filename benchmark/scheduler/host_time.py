@@ -2,7 +2,7 @@
 
 SGLang's own classes and our hooks run without a model: each request runs from arrival to its first token and ends
 there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and
-there are four times as many chunks as fit, so misses are computed and evict others. `stock` is SGLang's own cache on
+there are four times as many chunks as fit, so misses are computed and evict others. `stock` is SGLang's radix cache on
 plain prompts of the same length: all begin with the same tokens, and each ends with one of as many documents as there
 are chunks, a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to
 prompts without chunks. `lazy-metrics` is `lazy` with `--enable-metrics`. `lazy-tiers` is `lazy` with a host tier that
@@ -59,24 +59,23 @@ class Case:
         texts = 1 if evicting else args.requests + args.warm_up
         pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
         host_size = traffic.on_host and (traffic.on_host + 1) * num_resident * chunk_len
-        self.host = Host(traffic.stock, pool_size, prompt_len + 8, args.device, host_size)
+        self.host = Host(traffic.reuses, pool_size, prompt_len + 8, args.device, host_size)
         self.traffic.fill(self.host, num_resident)
         if traffic.metrics:
             self.host.publish_metrics()
         for _ in range(args.warm_up):
-            self.host.serve(self.traffic.next())
+            self.host.serve(self.traffic.next(self.host))
         self.samples, self.filled, self.evicted_before = [], [], self.host.evicted
 
     def ask(self) -> None:
         """One request."""
         filled_before = self.host.filled
-        self.samples.append(self.host.serve(self.traffic.next()))
+        self.samples.append(self.host.serve(self.traffic.next(self.host)))
         self.filled.append(self.host.filled - filled_before)
 
     def row(self) -> dict:
-        """Microseconds per chunk of a request, by step and in total, per evicted leaf (SGLang's own tree:
-        per eviction) and per computed chunk."""
-        evicted = self.host.evicted - self.evicted_before
+        """Microseconds per chunk of a request, by step and in total; per as many evicted tokens; per computed chunk."""
+        evicted = round((self.host.evicted - self.evicted_before) / self.chunk_len, 1)
         per_chunk = {step: [sample.get(step, 0) / 1000 / self.num_chunks for sample in self.samples] for step in STEPS}
         totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
         return {

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import uvicorn
 from sglang.srt.lora.lora_registry import LoRARegistry
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
@@ -68,7 +67,7 @@ class Served:
         self.lengths = [min(600, int(self.rng.lognormvariate(4.6, 0.7)) + 8) for _ in range(num_documents)]
         self.weights = zipf_weights(num_documents, 0.9)
         size = sum(self.lengths)
-        self.host = Host(False, size // 2 + TEXT_LEN, 20_000, "cpu", 2 * size)
+        self.host = Host(True, size // 2 + TEXT_LEN, 20_000, "cpu", 2 * size)
         for number in self.rng.sample(range(num_documents), num_chunks):
             self.host.insert_chunk(self.document(number))
         self.control = self.host.admission.control
@@ -96,7 +95,7 @@ class Served:
         layout = PromptLayout(tuple(chunks))
         params = SamplingParams(max_new_tokens=1, custom_params={LAYOUT_PARAM: layout.pack()})
         params.normalize(None)
-        req = Req(f"request-{answered}", "", ids, params, vocab_size=VOCAB_SIZE)
+        req = self.host.request_class(f"request-{answered}", "", ids, params, vocab_size=VOCAB_SIZE)
         self.host.serve(req)
         details = cached_tokens_details(req, linked(req))
         report = chunk_report(layout, ids.tolist(), int(details["chunk_hits"], 16))

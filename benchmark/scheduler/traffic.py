@@ -20,14 +20,14 @@ SEPARATOR = 11
 class Traffic:
     """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
 
+    reuses: whether chunks are served; else the cache is SGLang's own.
     on_host: how many chunks the host holds per resident one; 0 for no host tier.
     metrics: publish metrics, as with `--enable-metrics`.
-    stock: whether the cache is SGLang's own alone.
     """
 
+    reuses = True
     on_host = 0
     metrics = False
-    stock = False
 
     def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
         self.num_chunks, self.chunk_len = shape
@@ -44,12 +44,12 @@ class Traffic:
     def document(self, number: int) -> array:
         return self.tokens(0, number, self.chunk_len)
 
-    def request(self, ids: array, params: dict | None) -> Req:
+    def request(self, host: Host, ids: array, params: dict | None) -> Req:
         number = next(self.numbers)
         sampling_params = SamplingParams(max_new_tokens=1, custom_params=params)
         sampling_params.normalize(None)
         question = self.tokens(1, number, QUESTION_LEN)
-        return Req(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
+        return host.request_class(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
 
 
 class Linked(Traffic):
@@ -60,12 +60,12 @@ class Linked(Traffic):
         for number in (*on_host_alone, *self.rng.sample(range(num_resident), num_resident)):
             host.insert_chunk(self.document(number))
 
-    def next(self) -> Req:
+    def next(self, host: Host) -> Req:
         ids, chunks = array("q"), []
         for number in draw_distinct(self.rng, self.weights, self.num_chunks):
             chunks.append((len(ids), len(ids) + self.chunk_len))
             ids += self.document(number) + self.separator
-        return self.request(ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
+        return self.request(host, ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
 
 
 class Tiered(Linked):
@@ -83,7 +83,7 @@ class Metered(Linked):
 class Plain(Traffic):
     """Each request has the same tokens, then one document: an equally long prefix with equally many leaves."""
 
-    stock = True
+    reuses = False
 
     def fill(self, host: Host, num_resident: int) -> None:
         self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
@@ -91,15 +91,15 @@ class Plain(Traffic):
         for number in self.rng.sample(range(num_resident), num_resident):
             host.insert(self.front + self.document(number), slots)
 
-    def next(self) -> Req:
+    def next(self, host: Host) -> Req:
         (number,) = draw_distinct(self.rng, self.weights, 1)
-        return self.request(self.front + self.document(number), None)
+        return self.request(host, self.front + self.document(number), None)
 
 
 class PlainOnOurs(Plain):
     """The same prompts without chunks, with our cache and hooks."""
 
-    stock = False
+    reuses = True
 
 
 CONTENDERS = {"lazy": Linked, "lazy-metrics": Metered, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}

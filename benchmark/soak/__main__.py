@@ -4,22 +4,25 @@
 
 Clients send prompts with chunks, without chunks, as plain text and by chunk ids, under several policies and tenants.
 They disconnect mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send malformed requests.
-The KV pool holds only a few prompts. Each variant of the server gets its share of the time, in rounds. After a round
-the server must become idle within seconds; it then checks its accounting, and a leaked slot or lock ends it. Then its
-cache is flushed and must be empty, and the next answer must be right without it.
+The KV pool holds only a few prompts, neither all chunks nor all text, so both kinds evict each other; yet each must
+find something in the cache. Each variant of the server gets its share of the time, in rounds. After a round the server
+must become idle within seconds; it then checks its accounting, and a leaked slot or lock ends it. Then its cache is
+flushed and must be empty, and the next answer must be right without it.
 
-Exits with 1 at the first answer that is wrong, missing or late, and prints the request and the path of the server's
-log.
+Exits with 1 at the first answer that is wrong, missing or late, or if prompts of one kind never hit; prints the request
+and the path of the server's log.
 """
 
 import argparse
 import asyncio
+import collections
 import dataclasses
 import itertools
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
@@ -61,22 +64,28 @@ VARIANTS = {
     "copies": Variant(("--lazy-default-link", "copy", "--max-total-tokens", "1300"), RETRACT),
 }
 
+Counts = Mapping[str, int]
 
-async def soak(url: str, prompts: list[Prompt], args: argparse.Namespace, seconds: float) -> dict[str, int]:
-    """Run rounds of traffic for this long; returns the count of each action. Raises Wrong."""
-    counts: dict[str, int] = {}
+
+async def soak(url: str, prompts: list[Prompt], args: argparse.Namespace, seconds: float) -> tuple[Counts, Counts]:
+    """Run rounds of traffic for this long; returns the count of each action, and the hits of each kind of prompts in
+    percent. Raises Wrong."""
+    counts, asked, found = (collections.Counter[str]() for _ in range(3))
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         clients = []
         for number in range(args.clients):
             rng = random.Random(f"{args.seed}/{number}")
-            clients.append(Client(url, session, Draw(prompts, rng), rng, f"client-{number}", counts))
+            clients.append(Client(url, session, Draw(prompts, rng), rng, f"client-{number}", counts, asked, found))
         end = time.monotonic() + seconds
         for turn in itertools.count():
             await asyncio.gather(*(_until(min(end, time.monotonic() + args.round), client) for client in clients))
             await _settled(url, session, clients[0], prompts[turn % len(prompts)])
             if time.monotonic() >= end:
-                return counts
+                hits = {kind: round(100 * found[kind] / number) for kind, number in asked.items()}
+                if starved := [kind for kind in ("chunks", "text") if not hits.get(kind)]:
+                    raise Wrong(f"prompts with {' and '.join(starved)} find nothing in the cache: {found} of {asked}")
+                return counts, hits
 
 
 async def _until(end: float, client: Client) -> None:
@@ -139,7 +148,7 @@ def main() -> int:
             environment = {**variant.environment, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": f"{scratch}/storage"}
             try:
                 with running_server(flags, log, environment=environment) as url:
-                    counts = asyncio.run(soak(url, prompts, args, seconds))
+                    counts, hits = asyncio.run(soak(url, prompts, args, seconds))
             except (Wrong, ServerError) as error:
                 print(f"{name}: {error}\n{log_tail(log)}\nAll of it: {log}", file=sys.stderr)
                 return 1
@@ -152,7 +161,8 @@ def main() -> int:
                 return 1
             total = sum(counts.values())
             did = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))
-            print(f"{name}: {total} actions in {seconds:.0f} s, all allowed: {did}", flush=True)
+            hit = ", ".join(f"{percent}% of prompts with {kind}" for kind, percent in sorted(hits.items()))
+            print(f"{name}: {total} actions in {seconds:.0f} s, all allowed: {did}; hits: {hit}", flush=True)
     return 0
 
 

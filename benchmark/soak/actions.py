@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -50,14 +51,20 @@ class Wrong(AssertionError):
 
 @dataclasses.dataclass
 class Client:
-    """One client of the server at `url`; `rng` decides what it does next."""
+    """One client of the server at `url`; `rng` decides what it does next.
+
+    counts: of actions, by name.
+    asked, found: answers to prompts of each kind, and those that found something of that kind in the cache.
+    """
 
     url: str
     session: aiohttp.ClientSession
     draw: Draw
     rng: random.Random
     name: str
-    counts: dict[str, int]
+    counts: Counter[str]
+    asked: Counter[str]
+    found: Counter[str]
     _numbers: Any = dataclasses.field(default_factory=itertools.count)
 
     async def act(self) -> None:
@@ -65,7 +72,7 @@ class Client:
         actions, weights = zip(*ACTIONS, strict=True)
         action = self.rng.choices(actions, weights)[0]
         await action(self)
-        self.counts[action.__name__] = self.counts.get(action.__name__, 0) + 1
+        self.counts[action.__name__] += 1
 
     async def ask(self) -> None:
         """Ask a prompt; the answer must be the oracle's."""
@@ -73,14 +80,17 @@ class Client:
         status, body = await self._generate(prompt, self._segments(prompt), self.rng.choice(TENANTS))
         self._expect(status, {200}, body)
         self._check_answer(prompt, body["output_ids"])
+        self._count_hit("text" if prompt.is_text else "chunks", body["meta_info"])
 
     async def ask_as_text(self) -> None:
         """Ask a prompt under `full`, as plain tokens."""
-        prompt = next(found for found in iter(self.draw, None) if found.link == "full" or not found.chunks)
+        prompt = next(found for found in iter(self.draw, None) if found.is_text)
         body = {"input_ids": token_ids(list(prompt.segments)), "sampling_params": SAMPLING}
+        body |= _salt(self.rng.choice(TENANTS))
         status, answer = await self._call("POST", "/generate", body)
         self._expect(status, {200}, answer)
         self._check_answer(prompt, answer["output_ids"])
+        self._count_hit("text", answer["meta_info"])
 
     async def ask_by_id(self) -> None:
         """Refer to chunks by ids, which the server may not know (any more)."""
@@ -174,8 +184,7 @@ class Client:
         return [segment.to_request() for segment in prompt.segments]
 
     def _body(self, prompt: Prompt, segments: list[dict], tenant: str | None) -> dict:
-        salt = {} if tenant is None else {"cache_salt": tenant}
-        return {"segments": segments, "link": prompt.link, "sampling_params": SAMPLING, **salt}
+        return {"segments": segments, "link": prompt.link, "sampling_params": SAMPLING, **_salt(tenant)}
 
     async def _generate(self, prompt: Prompt, segments: list[dict], tenant: str | None) -> tuple[int, Any]:
         return await self._call("POST", "/generate", self._body(prompt, segments, tenant))
@@ -197,6 +206,11 @@ class Client:
             return response.status, json.loads(text)
         return response.status, text
 
+    def _count_hit(self, kind: str, meta: dict[str, Any]) -> None:
+        details = meta.get("cached_tokens_details") or {}
+        self.asked[kind] += 1
+        self.found[kind] += (details.get("chunk", 0) if kind == "chunks" else meta["cached_tokens"]) > 0
+
     def _expect(self, status: int, allowed: set[int], answer: Any) -> None:
         if status not in allowed:
             raise Wrong(f"{status} where {sorted(allowed)} may be: {str(answer)[:500]}")
@@ -210,7 +224,7 @@ class Client:
 
 ACTIONS: tuple[tuple[Callable[[Client], Awaitable[None]], int], ...] = (
     (Client.ask, 40),
-    (Client.ask_as_text, 8),
+    (Client.ask_as_text, 25),
     (Client.ask_by_id, 8),
     (Client.leave, 12),
     (Client.abort, 8),
@@ -222,6 +236,10 @@ ACTIONS: tuple[tuple[Callable[[Client], Awaitable[None]], int], ...] = (
     (Client.flush, 2),
 )
 """The actions of clients, with their relative frequencies."""
+
+
+def _salt(tenant: str | None) -> dict[str, str]:
+    return {} if tenant is None else {"cache_salt": tenant}
 
 
 def _id(chunk: Segment) -> str:

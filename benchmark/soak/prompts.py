@@ -30,6 +30,11 @@ class Prompt:
     def chunks(self) -> list[Segment]:
         return [segment for segment in self.segments if segment.kind == "chunk"]
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the server takes all of it for text."""
+        return self.link == "full" or not self.chunks
+
 
 def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
     """`count` prompts, most popular first, with up to five of a dozen chunks each; some have none."""

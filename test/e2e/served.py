@@ -25,7 +25,9 @@ SYNCHRONIZES = pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="there is no GPU to synchronize, as SGLang does wherever PyTorch is built for one",
 )
-RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
+ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
+TWO_RANKS = {} if torch.cuda.is_available() else ON_CPU
+"""Environment variables of servers and engines with two ranks."""
 
 
 class Served:

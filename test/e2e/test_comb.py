@@ -8,7 +8,7 @@ import pytest
 import requests
 import torch
 from safetensors.torch import load_file, save_file
-from served import RANKS_ON_CPU
+from served import TWO_RANKS
 
 from fakes import streams
 from oracle.adapters import merged, random_adapter
@@ -105,7 +105,7 @@ def started(path, log, way="as usual", more=()):
     if "--tp-size" in flags:
         if 0 < torch.cuda.device_count() < 2:  # without GPUs, ranks run on CPUs
             pytest.skip("tensor parallelism needs as many GPUs")
-        variables |= {} if torch.cuda.is_available() else RANKS_ON_CPU
+        variables |= TWO_RANKS
     with running_server(flags, log, environment=variables) as url:
         yield Served(path, url, "--enable-hierarchical-cache" in flags)
 

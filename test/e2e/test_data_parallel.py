@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
+from served import TWO_RANKS
 
 from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
@@ -23,6 +24,14 @@ pytestmark = pytest.mark.slow  # starts a server and an engine; test/unit/test_r
 NEW = itertools.count()
 NUM_TOKENS = 6
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in TWO_RANKS.items():
+            environment.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ WAYS = {
 OTHERS = [
     "arcee",
     "cohere",
-    "cohere2 fa3",  # SGLang 0.5.17 prepares no windows for its class in Triton
+    "cohere2 fa3",  # SGLang 0.5.23 prepares no windows for its class in Triton
     "ernie4.5",
     "gemma",
     "granite",

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import requests
 from http_prompts import LIBRARY, RAILWAY, SEGMENTS, chunk, generate, text
+from served import TWO_RANKS
 
 from fakes import hanging, short_health_checks
 from sglang_lazy.testing import device_flags, running_server
@@ -94,7 +95,7 @@ def test_the_server_ends_with_each_of_its_processes(victim, flags, tiny_model, t
     """Also with data-parallel ranks and with several tokenizer workers, where SGLang alone would go on for ever."""
     log = tmp_path / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags(), *flags]
-    with running_server(flags, log, environment=WAIT_FOR_WORKERS) as url:
+    with running_server(flags, log, environment={**WAIT_FOR_WORKERS, **TWO_RANKS}) as url:
         processes = all_processes_of(url, flags)
         started, ended = threading.Event(), threading.Event()
         threading.Thread(target=read_stream, args=(url, started, ended), daemon=True).start()

@@ -7,7 +7,7 @@ import math
 import shutil
 
 import pytest
-from served import NUM_TOKENS, RANKS_ON_CPU, Served
+from served import NUM_TOKENS, TWO_RANKS, Served
 
 from fakes.passes import counted
 from oracle.models import MODELS
@@ -48,7 +48,7 @@ def served(request, model_dir, tmp_path_factory):
         for name in "01"
     ]
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in RANKS_ON_CPU.items() if "tp_size" in options else ():
+        for name, value in TWO_RANKS.items() if "tp_size" in options else ():
             environment.setenv(name, value)
         served = Served(path, max_total_tokens=2048, forward_hooks=hooks, **options)
     served.path, served.num_ranks = path, options.get("tp_size", 1)

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import requests
+from served import SYNCHRONIZES
 from stored import TIERS, Server, prompt_of
 
 from oracle.block_mask import Oracle
@@ -88,6 +89,7 @@ def test_internal_state_has_no_flags_of_tiers(server):
     assert refused(server.manage("POST", "/set_internal_state", json=body), "nothing was changed")
 
 
+@SYNCHRONIZES
 def test_memory_that_is_released_is_flushed(server, prompts):
     """Chunks come back from storage."""
     assert server.manage("POST", "/release_memory_occupation", json={}).status_code == 200

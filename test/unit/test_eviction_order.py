@@ -183,13 +183,19 @@ def test_nor_where_a_lookup_finds_what_it_cannot_read(seed, any_time):
     assert len(orders[0]) > 30
 
 
+class StockPools(RecordingPools):
+    """With SGLang's own cache alone."""
+
+    reuses = False
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_plain_text_is_evicted_in_sglangs_order(policy, seed):
     """Without chunks our cache evicts what SGLang's own would."""
     orders = []
-    for stock in (True, False):
-        pools = RecordingPools(40, stock=stock, eviction_policy=policy)
+    for kind in (StockPools, RecordingPools):
+        pools = kind(40, eviction_policy=policy)
         orders.append(history(Scheduler(pools), seed, chunks=False))
     assert orders[0] == orders[1]
     assert len(orders[0]) > 40

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 # mypy does not know that msgspec structs take class arguments.
-class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):  # type: ignore[call-arg]
-    """Base class of SGLang's events in their wire format; unknown trailing fields are ignored."""
+class _Event(msgspec.Struct, tag=True, gc=False):  # type: ignore[call-arg]
+    """Base class of SGLang's events in their wire format; unknown fields are ignored."""
 
 
 class BlockStored(_Event):

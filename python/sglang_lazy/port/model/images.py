@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -60,7 +61,7 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
         obj.input_ids = prompt.input_ids
         moved = dataclasses.replace(layout, chunks=prompt.chunks)
         obj.sampling_params = with_layout(obj.sampling_params, moved, manager)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             processed,
             mm_items=items,
             input_ids=prompt.input_ids,

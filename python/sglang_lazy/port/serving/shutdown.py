@@ -25,21 +25,25 @@ def keep_server(server: Any, *_args: Any, **_kwargs: Any) -> None:
 async def close_when_answered(end: Callable, manager: Any) -> None:
     """Around `TokenizerManager.sigterm_watchdog`: close the port when all requests have been answered.
 
-    Stock SGLang would leave it open while it waits for its schedulers and kills itself: requests that arrive in that
-    time would hang until they are cut off. One of several tokenizer workers must not end the schedulers that others
-    still need, so it ends only itself. When all have ended, the process that started them ends the rest.
+    Stock SGLang would leave it open while it waits for its schedulers: requests that arrive in that time would hang.
+    Then it would wait for all clients, even those that send no more or whose answers no scheduler is left to finish:
+    they are cut off. One of several tokenizer workers must not end the schedulers that others still need, so it ends
+    only itself. When all have ended, the process that started them ends the rest.
     """
     while not manager.gracefully_exit or (manager.rid_to_state and not _ends_at_once(manager)):
         await asyncio.sleep(0.5)
-    if _server is None or _ends_at_once(manager):
+    if _server is None:
         return await end(manager)
-    closing = asyncio.ensure_future(_server.shutdown())
-    await asyncio.wait((closing,), timeout=GRACE)
-    while manager.rid_to_state and not closing.done():
-        await asyncio.sleep(0.5)
-    if not isinstance(manager, TokenizerWorker):
-        return await end(manager)
-    kill_process_tree(os.getpid())
+    if not _ends_at_once(manager):
+        closing = asyncio.ensure_future(_server.shutdown())
+        await asyncio.wait((closing,), timeout=GRACE)
+        while manager.rid_to_state and not closing.done():
+            await asyncio.sleep(0.5)
+        if isinstance(manager, TokenizerWorker):
+            kill_process_tree(os.getpid())
+    await end(manager)
+    for connection in tuple(_server.server_state.connections):
+        connection.transport.abort()
 
 
 def _ends_at_once(manager: Any) -> bool:
