@@ -350,6 +350,7 @@ def test_the_message_says_what_to_do():
 
 def test_another_sglang_is_refused(monkeypatch):
     """The message names both versions."""
+    monkeypatch.delenv(plugin.ANY_SGLANG, raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
     with pytest.raises(RuntimeError, match=r"0\.5\.23.*0\.5\.16"):
         plugin.check_version()

@@ -34,18 +34,12 @@ OURS = {"lazy", "lazy_unused_hits"}
 """What such an object has of ours."""
 
 OTHERS = {
-    "chunks/rows.py": "rows are written through the request until their index and length are handed in",
-    "chunks/fills.py": "as above",
-    "routing/events.py": "a batch of the events that SGLang publishes",
-    "routing/middleware.py": "a request of Starlette's",
     "serving/registration.py": "SGLang's tokenizer manager, whose public interface is its attributes",
     "serving/requests.py": "as above: a `GenerateReqInput`, SGLang's body of /generate",
     "serving/results.py": "as above",
     "serving/shadow.py": "as above",
-    "verify/compare.py": "a list of prompts",
-    "verify/prompts.py": "a line of the user's file",
 }
-"""Modules in which these names stand for something else, or that read SGLang's attributes still, and why."""
+"""Modules that read SGLang's attributes still, and why."""
 
 STATE = {"lazy", "link", "fill"}
 ACCESSOR = PACKAGE / "core" / "state.py"

@@ -337,7 +337,7 @@ def test_no_module_keeps_a_function_that_is_hooked():
     plugin.install()
     originals = set()
     for hook in plugin._hooks:
-        function = hooks._resolve(hook.target)
+        function = hooks.resolve(hook.target)
         while (function := getattr(function, "__wrapped__", None)) is not None:
             originals.add(id(function))
     assert len(originals) > 60

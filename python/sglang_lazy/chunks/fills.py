@@ -16,7 +16,7 @@ from sglang_lazy.core.state import ChunkNodes, RowNodes
 def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]:
     """Lay out the row of a fill; returns the slots of the cached parts of its preamble and chunks, and their nodes.
 
-    Sets `fill.row` and permutes `req.full_untruncated_fill_ids` into row order. The last token of each chunk is always
+    Sets `fill.row` and puts the request's tokens into its order. The last token of each chunk is always
     computed, as SGLang does with prompts.
     """
     fill.began = time.perf_counter()
@@ -30,7 +30,7 @@ def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]
             nodes.append(node)
             spreads.append(cached[-1] if part.chunk is not None else 0)  # its prompts may read all of a chunk
     fill.row = FillRow([len(part.tokens) for part in fill.parts], cached, bool(fill.preamble))
-    req.full_untruncated_fill_ids = fill.row.permuted(req.origin_input_ids)
+    rows.requests.lay_out(req, fill.row.permuted(rows.requests.prompt(req)))
     return torch.cat(pieces) if pieces else rows.no_slots, RowNodes(ChunkNodes([], []), nodes, spreads)
 
 
@@ -43,9 +43,10 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
     If the tree has slots for the same tokens already, as of a chunk with the same beginning, the fill keeps its own in
     `duplicates`, since its batch writes to them.
     """
-    slots = torch.cat([rows.read(req, 0, req.prefix_len), slots]) if req.prefix_len else slots
+    requests, num_cached = rows.requests, rows.requests.num_cached(req)
+    slots = torch.cat([rows.read(req, 0, num_cached), slots]) if num_cached else slots
     nodes_by_key, duplicates, lent, ends = {}, [rows.no_slots], [], []
-    priority = req.priority or 0
+    priority = requests.priority(req)
     for part, part_slots, cached in zip(fill.parts, fill.row.split(slots), fill.row.cached, strict=True):
         num_present, node, shared = rows.tree.add(part.tokens, part.namespace, part_slots, priority, cached)
         if part.chunk is not None:
@@ -57,9 +58,10 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
         ends.append(node)
     nodes = RowNodes(ChunkNodes([], []), ends, fill.row.num_computed)
     rows.move_lock(req, nodes)
-    req.kv.cache_protected_len = len(req.origin_input_ids)
+    num_tokens = len(requests.prompt(req))
+    requests.own(req, num_tokens)
     fill.published, fill.duplicates, fill.lent = True, torch.cat(duplicates), torch.cat(lent)
-    rows.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(fill.row.cached)
+    rows.store.counts.num_filled_tokens += num_tokens - sum(fill.row.cached)
     return nodes_by_key
 
 
@@ -68,5 +70,5 @@ def end(rows: RowCache, req: Any, fill: Fill) -> None:
     if fill.published:
         rows.take_lent(fill.lent)
         rows.device.free(fill.duplicates)
-        rows.store.back_up(req.last_node.spans)
+        rows.store.back_up(rows.requests.nodes(req).spans)
         rows.store.counts.fill_seconds.observe(time.perf_counter() - fill.began)

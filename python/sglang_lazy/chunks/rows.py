@@ -1,6 +1,5 @@
 """Rows of linked requests: laid out over cached KV, and published to the tree when computed."""
 
-import dataclasses
 import itertools
 import time
 from array import array
@@ -16,6 +15,7 @@ from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import tokens_at
+from sglang_lazy.core.requests import Requests
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked, unused_hits
 
@@ -23,7 +23,7 @@ from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linke
 class RowCache:
     """Maps rows of `req_to_token` to the tree. Rows alias slots of tree nodes, which only the tree frees.
 
-    pool: SGLang's `ReqToTokenPool`.
+    pool: SGLang's `ReqToTokenPool`.  requests: reads SGLang's requests.
     tree, device, windows: of text: those of `store`, unless chunks have a pool of their own.
     no_slots: an empty tensor of slots, int64.
     """
@@ -32,10 +32,11 @@ class RowCache:
         self,
         store: ChunkStore,
         pool: Any,
+        requests: Requests,
         tree: RadixTree | None = None,
         device: Device | None = None,
     ):
-        self.store, self.pool = store, pool
+        self.store, self.pool, self.requests = store, pool, requests
         self.tree, self.device = tree or store.tree, device or store.device
         self.windows = store.windows if tree is None else None
         self.no_slots = self._placeholders = torch.empty(0, dtype=torch.int64, device=self.device.device)
@@ -44,11 +45,11 @@ class RowCache:
 
     def read(self, req: Any, start: int, end: int) -> torch.Tensor:
         """Copy slots [start, end) of a request's row, int64."""
-        return self.pool.req_to_token[req.kv.req_pool_idx, start:end].to(torch.int64, copy=True)
+        return self.pool.req_to_token[self.requests.row(req), start:end].to(torch.int64, copy=True)
 
     def write(self, req: Any, start: int, slots: torch.Tensor) -> None:
         """Write `slots` into a request's row from `start` on."""
-        self.pool.write((req.kv.req_pool_idx, slice(start, start + len(slots))), slots)
+        self.pool.write((self.requests.row(req), slice(start, start + len(slots))), slots)
 
     @property
     def shares_pool(self) -> bool:
@@ -81,16 +82,18 @@ class RowCache:
     def match(self, req: Any, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:
         """Lay out the request's row over what is cached; returns the slots of its cached part and its nodes.
 
-        Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. The request must be admitted. If
+        Sets `state.row` and puts the request's tokens into its order. The request must be admitted. If
         chunks are still missing, `complete` enters all of them into the row later.
 
         limit: how many tokens of the prompt and its answer may be taken from the cache.
         """
-        assert state.chunks is not None, f"request {req.rid} was scheduled before its chunks"
+        assert state.chunks is not None, f"request {self.requests.rid(req)} was scheduled before its chunks"
         if state.recomputes:
             return self.no_slots, RowNodes(state.chunks, [])
         # Without output yet no copy is needed: SGLang never appends to the prompt's array.
-        ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
+        ids, output = self.requests.prompt(req), self.requests.output(req)
+        if output:
+            ids = ids + output
         ready = state.ready
         if ready:
             pieces = [] if state.prompt.cross else self.chunk_slots(state, state.chunks)
@@ -98,22 +101,20 @@ class RowCache:
             pieces = [self._placeholder_slots(state.prompt.num_chunk_tokens)]
         if state.probe is not None:  # it must compute the text whose attention it measures
             limit = min(limit, state.probe.query_start)
-        slots, nodes = zip(*self._cached_text(req, state, limit), strict=True)
+        slots, nodes = zip(*self._cached_text(state, ids, limit), strict=True)
         pieces += slots
         cached = [len(piece) for piece in slots]
         state.row = Row(state.prompt, cached, len(ids))
-        req.full_untruncated_fill_ids = state.row.permuted(ids)
-        if not req.retracted_stain:
-            # SGLang reports the prefix beyond `already_computed` as cached: exclude what was computed for this request.
-            req.already_computed = state.num_computed_tokens(cached)
+        self.requests.lay_out(req, state.row.permuted(ids))
+        self.requests.count_computed(req, state.num_computed_tokens(cached))
         return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, list(nodes))
 
-    def _cached_text(self, req: Any, state: LinkedRequest, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
+    def _cached_text(self, state: LinkedRequest, ids: array, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
         """Per text span, the slots of its cached beginning and the node where it ends. Part of an image does not count
         as cached: SGLang embeds an image's tokens from one range of the row."""
         last = state.prompt.spans[-1]
         for span in state.prompt.spans:
-            tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
+            tokens = tokens_at(ids, span.first(span.count_before(limit)) if span is last else span.positions)
             slots, node = self.tree.find(tokens, span.namespace)
             yield slots if len(slots) >= span.image_len else slots[:0], node
 
@@ -125,7 +126,8 @@ class RowCache:
         found = [(chunk, node) for chunk, node in zip(state.prompt.chunks, nodes, strict=True) if node is not None]
         on_host = sum(chunk.num_kept for chunk, node in found if node.slots is None)
         of_chunks = sum(chunk.num_kept for chunk, _ in found)
-        of_text = sum(len(slots) for slots, _ in self._cached_text(req, state, len(req.origin_input_ids)))
+        ids = self.requests.prompt(req)
+        of_text = sum(len(slots) for slots, _ in self._cached_text(state, ids, len(ids)))
         return of_chunks - on_host + of_text, on_host
 
     def chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
@@ -145,24 +147,24 @@ class RowCache:
     def complete(self, req: Any, published: Mapping[ChunkKey, Node]) -> None:
         """Enter the chunks that were missing when a row was laid out; called when SGLang has assigned the row.
 
-        Counts a use of all that the row depends on. From here on SGLang needs only the length of `req.prefix_indices`.
+        Counts a use of all that the row depends on. From here on SGLang needs only the length of the cached part.
 
         published: by key, the nodes where the chunks that the same batch computes end.
         """
-        state, row = as_linked(req), req.last_node
+        state, row = as_linked(req), self.requests.nodes(req)
         if state.waits_since is not None:
             self.store.counts.wait_seconds.observe(time.perf_counter() - state.waits_since)
             state.waits_since = None
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
-            assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"
+            assert row.chunks.complete, f"request {self.requests.rid(req)} was scheduled before its chunks"
             if not state.prompt.cross:
                 self.write(req, 0, torch.cat(self.chunk_slots(state, row.chunks)))
         if not row.used:  # chunked prefill counts as one use
             row.used = True
             if state.prompt.cross:
                 state.cross_slots = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
-            priority = req.priority or 0
+            priority = self.requests.priority(req)
             for node, spread in zip(row.chunks.nodes, row.chunks.spreads, strict=True):
                 self.store.tree.use(node, priority, spread)
             for node in row.spans:
@@ -180,8 +182,7 @@ class RowCache:
             Otherwise the passes that computed its chunks and its text have ended.
         num_lost: how many of the row's first tokens, of those that no node owns, have lost their window KV.
         """
-        row = as_linked(req).row
-        nodes: RowNodes = req.last_node
+        row, nodes, priority = as_linked(req).row, self.requests.nodes(req), self.requests.priority(req)
         counts = [row.available(i, row_len) for i in range(len(row.published))]
         text_start = row.prompt.num_chunk_tokens
         text_slots = self.read(req, text_start, row_len) if counts != row.published else self.no_slots
@@ -194,9 +195,9 @@ class RowCache:
             slots = text_slots[start : start + count - cached]
             if cached:
                 slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
-            tokens, namespace = _tokens(req, span.first(count)), span.namespace
+            tokens, namespace = self._tokens(req, span.first(count)), span.namespace
             windows_start = max(published, cached + num_lost - computed_start)
-            num_present, node, lent = self.tree.add(tokens, namespace, slots, req.priority or 0, windows_start)
+            num_present, node, lent = self.tree.add(tokens, namespace, slots, priority, windows_start)
             self.take_lent(lent)
             if num_present > published:
                 self.device.free(slots[published:num_present])
@@ -211,26 +212,23 @@ class RowCache:
 
     def let_go_of_chunks(self, req: Any) -> None:
         """Unlock the chunks of a row that does not depend on them any more."""
-        row: RowNodes = req.last_node
+        row = self.requests.nodes(req)
         self.store.unlock_chunks(row.chunks)
         row.chunks = ChunkNodes([], [], num_locks=1)
 
     def move_lock(self, req: Any, nodes: RowNodes) -> None:
         """Replace the nodes that SGLang has locked for a request."""
         self.lock(nodes)
-        self.unlock(req.lock.node)
-        req.lock = dataclasses.replace(req.lock, node=nodes)
-        req.last_node = nodes
+        self.unlock(self.requests.hold(req, nodes))
+
+    def _tokens(self, req: Any, positions: np.ndarray) -> array:
+        """The tokens at `positions` of prompt and answer, which have no gaps within the answer."""
+        prompt = self.requests.prompt(req)
+        if not len(positions) or positions[-1] < len(prompt):
+            return tokens_at(prompt, positions)
+        count = int(np.searchsorted(positions, len(prompt)))
+        return tokens_at(prompt, positions[:count]) + self.requests.output(req)[: len(positions) - count]
 
 
 def _spreads(row: RowNodes) -> Iterable[int]:
     return row.spreads or itertools.repeat(0)
-
-
-def _tokens(req: Any, positions: np.ndarray) -> array:
-    """The tokens at `positions` of prompt and answer, which have no gaps within the answer."""
-    prompt_len = len(req.origin_input_ids)
-    if not len(positions) or positions[-1] < prompt_len:
-        return tokens_at(req.origin_input_ids, positions)
-    count = int(np.searchsorted(positions, prompt_len))
-    return tokens_at(req.origin_input_ids, positions[:count]) + req.output_ids[: len(positions) - count]

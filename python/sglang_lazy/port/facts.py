@@ -1,5 +1,6 @@
 """Facts about SGLang's flags, ranks and requests, whose places move with its releases: each is read here alone."""
 
+import dataclasses
 import itertools
 from array import array
 from typing import Any
@@ -11,7 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.rows import Pass
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.core.state import lazy_state
+from sglang_lazy.core.state import RowNodes, lazy_state
 from sglang_lazy.scheduler.facts import GivenImages, Taken
 
 
@@ -51,7 +52,48 @@ def tp_rank() -> int:
     return get_parallel().tp_rank
 
 
-class SchedulerFacts:
+class RequestFacts:
+    """The `Requests` of SGLang."""
+
+    def rid(self, req: Any) -> str:
+        return req.rid
+
+    def prompt(self, req: Any) -> array:
+        return req.origin_input_ids
+
+    def output(self, req: Any) -> array:
+        return req.output_ids
+
+    def priority(self, req: Any) -> int:
+        return req.priority or 0
+
+    def row(self, req: Any) -> int:
+        return req.kv.req_pool_idx
+
+    def num_cached(self, req: Any) -> int:
+        return req.prefix_len
+
+    def nodes(self, req: Any) -> RowNodes:
+        return req.last_node
+
+    def lay_out(self, req: Any, tokens: array) -> None:
+        req.full_untruncated_fill_ids = tokens
+
+    def count_computed(self, req: Any, num_tokens: int) -> None:
+        if not req.retracted_stain:
+            req.already_computed = num_tokens
+
+    def own(self, req: Any, num_tokens: int) -> None:
+        req.kv.cache_protected_len = num_tokens
+
+    def hold(self, req: Any, nodes: RowNodes) -> RowNodes:
+        held = req.lock.node
+        req.lock = dataclasses.replace(req.lock, node=nodes)
+        req.last_node = nodes
+        return held
+
+
+class SchedulerFacts(RequestFacts):
     """The `Facts` of an SGLang `Scheduler`."""
 
     def __init__(self, scheduler: Any):
@@ -84,12 +126,6 @@ class SchedulerFacts:
 
     def slots(self, batch: Any) -> torch.Tensor:
         return batch.out_cache_loc
-
-    def rid(self, req: Any) -> str:
-        return req.rid
-
-    def prompt(self, req: Any) -> array:
-        return req.origin_input_ids
 
     def extra_key(self, req: Any) -> str | None:
         return req.extra_key
@@ -148,9 +184,6 @@ class SchedulerFacts:
 
     def is_refused(self, req: Any) -> bool:
         return req.to_finish is not None or req.finished_reason is not None
-
-    def priority(self, req: Any) -> int:
-        return req.priority or 0
 
     def refuse(self, req: Any, reason: str) -> None:
         req.set_finish_with_abort(reason)

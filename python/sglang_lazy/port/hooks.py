@@ -71,7 +71,7 @@ def apply(hooks: Iterable[Hook]) -> None:
         if hook.key in _applied:
             continue
         try:
-            stock[hook] = _resolve(hook.target)
+            stock[hook] = resolve(hook.target)
         except (ImportError, AttributeError) as error:
             if hook.role != "repair":
                 raise RuntimeError(f"sglang-lazy: SGLang has no {hook.target}, a hook's target: {hook.why}") from error
@@ -81,7 +81,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     with _searching_for_functions_only():
         HookRegistry.apply_hooks()
     for hook, original in stock.items():
-        hooked = _resolve(hook.target)
+        hooked = resolve(hook.target)
         if hooked is not original:
             _applied[hook.key] = hook, hooked
 
@@ -123,7 +123,7 @@ def missing(hooks: Iterable[Hook]) -> list[str]:
 
 def _in_place(hook: Hook) -> bool:
     _, hooked = _applied.get(hook.key, (None, None))
-    function = _resolve(hook.target)
+    function = resolve(hook.target)
     while function is not None:
         if function is hooked:
             return True
@@ -136,6 +136,6 @@ def unused(*processes: Process) -> list[str]:
     return [hook.target for hook, _ in _applied.values() if hook.process in processes and hook.key not in _ran]
 
 
-def _resolve(target: str) -> Any:
+def resolve(target: str) -> Any:
     resolved = pkgutil.resolve_name(target)
     return getattr(resolved, "__func__", resolved)

@@ -5,6 +5,7 @@ active: `activate` publishes the configuration in the environment, which the pro
 """
 
 import importlib.metadata
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import Hook, apply, missing
 
 SGLANG_VERSION = "0.5.23"
+ANY_SGLANG = "SGLANG_LAZY_ANY_SGLANG"
 CACHE_BACKEND = "lazy"
 
 _hooks: tuple[Hook, ...] = ()
@@ -132,9 +134,12 @@ def check_policy(link: str) -> None:
 
 
 def check_version() -> None:
-    """Raise RuntimeError unless the installed SGLang is the version that the hooks were written for."""
+    """Raise RuntimeError unless the installed SGLang is the version that the hooks were written for.
+
+    ANY_SGLANG in the environment allows any version: to see what breaks with a new one, never to serve.
+    """
     installed = importlib.metadata.version("sglang")
-    if installed != SGLANG_VERSION:
+    if installed != SGLANG_VERSION and ANY_SGLANG not in os.environ:
         raise RuntimeError(f"sglang-lazy needs sglang {SGLANG_VERSION}, but sglang {installed} is installed")
 
 

@@ -64,12 +64,12 @@ class Listener:
     def take(self, message: Sequence[bytes]) -> None:
         """Apply a message. Raises ValueError or MsgspecError if it is malformed or out of sequence."""
         _, number, payload = message
-        batch, sequence = _decode(payload), int.from_bytes(number, "big")
-        if sequence != self._next.get(batch.dp_rank, sequence):
-            raise ValueError(f"expected message {self._next[batch.dp_rank]}, got {sequence}")
-        self._next[batch.dp_rank] = sequence + 1
-        for event, after in itertools.pairwise([*batch.events, None]):
-            self._apply(event, after, batch.dp_rank)
+        published, sequence = _decode(payload), int.from_bytes(number, "big")
+        if sequence != self._next.get(published.dp_rank, sequence):
+            raise ValueError(f"expected message {self._next[published.dp_rank]}, got {sequence}")
+        self._next[published.dp_rank] = sequence + 1
+        for event, after in itertools.pairwise([*published.events, None]):
+            self._apply(event, after, published.dp_rank)
 
     def _apply(self, event: _Event | None, after: _Event | None, rank: int | None) -> None:
         """Apply one event. Of a chain of stored blocks only the last counts, since only there can a chunk end.

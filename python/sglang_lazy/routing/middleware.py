@@ -105,27 +105,27 @@ class Middleware:
             for worker in set(workers) - self._followers.keys():
                 self._followers[worker] = asyncio.create_task(follow(worker, self.picker, self.hashes))
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, incoming: web.Request) -> web.StreamResponse:
         """Forward a request to a worker that has its chunks."""
-        data = await request.read()
+        data = await incoming.read()
         chunks = await asyncio.get_running_loop().run_in_executor(self._reader, self._chunks, data)
-        if SALT_HEADER in request.headers:
+        if SALT_HEADER in incoming.headers:
             message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
             return web.json_response({"error": {"message": message}}, status=400)
-        chooses = request.method == "POST" and not any(name in request.headers for name in NAMED)
+        chooses = incoming.method == "POST" and not any(name in incoming.headers for name in NAMED)
         again = [*NOT_REACHED, BROKE_OFF]
         while True:
             pick = self._pick(chunks) if chooses else None
             with self._counted(pick):
                 try:
-                    answer = await self._ask(request, data, pick)
+                    answer = await self._ask(incoming, data, pick)
                 except aiohttp.ClientConnectionError as reason:
                     message = f"the router does not answer: {reason}"
                     return web.json_response({"error": {"message": message}}, status=502)
                 async with answer:
                     error = answer.headers.get(ERROR)
                     if pick is None or error not in again:
-                        return await self._relay(request, answer, chunks, pick)
+                        return await self._relay(incoming, answer, chunks, pick)
             if error == BROKE_OFF:
                 again.remove(error)
             self.down.add(str(pick.worker))
@@ -154,16 +154,16 @@ class Middleware:
         finally:
             self.in_flight[pick.worker] -= 1
 
-    async def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
-        headers = request.headers.copy()
+    async def _ask(self, incoming: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
+        headers = incoming.headers.copy()
         unpacked = ("Content-Encoding", "Content-Length") if "Content-Encoding" in headers else ()  # by aiohttp
         for name in (*HOP_BY_HOP, *unpacked):
             headers.popall(name, None)
         if pick is not None:
             headers[TARGET] = str(self.workers.index(str(pick.worker)))
         return await self.session.request(
-            request.method,
-            URL(self.router + request.raw_path, encoded=True),
+            incoming.method,
+            URL(self.router + incoming.raw_path, encoded=True),
             data=data or None,
             headers=headers,
             allow_redirects=False,
@@ -172,7 +172,7 @@ class Middleware:
 
     async def _relay(
         self,
-        request: web.Request,
+        incoming: web.Request,
         answer: aiohttp.ClientResponse,
         chunks: Sequence[tuple[Hashable, int]],
         pick: Pick | None,
@@ -182,7 +182,7 @@ class Middleware:
         response.headers.extend(
             (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP
         )
-        await response.prepare(request)
+        await response.prepare(incoming)
         line = bytearray()
         hits: dict[Hashable, bool] = {}
         async for data in answer.content.iter_any():

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from sglang_lazy.core.requests import Requests
+
 
 class Taken(NamedTuple):
     """A request of which a prefill batch computes a part.
@@ -33,8 +35,8 @@ class GivenImages(NamedTuple):
     places: np.ndarray
 
 
-class Facts(Protocol):
-    """The facts of one scheduler.
+class Facts(Requests, Protocol):
+    """The facts of one scheduler, and of its requests.
 
     waiting: its queue, which admission reorders and replaces.
     chunked: the request in chunked prefill, if there is one.
@@ -60,11 +62,6 @@ class Facts(Protocol):
         """The slots that a prefill batch writes, int64."""
 
     # Requests
-
-    def rid(self, req: Any) -> str: ...
-
-    def prompt(self, req: Any) -> array:
-        """Its tokens, int64."""
 
     def extra_key(self, req: Any) -> str | None:
         """The key that its client or its adapter adds to the names of its KV."""
@@ -100,9 +97,6 @@ class Facts(Protocol):
 
     def is_refused(self, req: Any) -> bool:
         """Whether it will be answered with an error."""
-
-    def priority(self, req: Any) -> int:
-        """How much longer than others what it uses stays cached."""
 
     # Changes
 

@@ -169,18 +169,18 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
     A policy that selects tokens by the question remembers its last selection for such a prefix. Scoring an answer must
     find the selection of its own prompt: a new one would depend on the answer, too.
     """
-    batch: list[Prompt] = []
+    group: list[Prompt] = []
     beginnings: set[str] = set()
     for prompt in prompts:
         last = max(index for index, segment in enumerate(prompt.segments) if segment["type"] == "chunk")
         beginning = json.dumps(prompt.segments[: last + 1])
-        if len(batch) == _BATCH or beginning in beginnings:
-            yield batch
-            batch, beginnings = [], set()
-        batch.append(prompt)
+        if len(group) == _BATCH or beginning in beginnings:
+            yield group
+            group, beginnings = [], set()
+        group.append(prompt)
         beginnings.add(beginning)
-    if batch:
-        yield batch
+    if group:
+        yield group
 
 
 def _linked_answers(

@@ -56,20 +56,20 @@ def earlier_exchanges(history: Any) -> list[str]:
     return [f"{question_text({'question': question})} {answer}\n\n" for question, answer in exchanges]
 
 
-def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:
+def retrieval_segments(retrieval: Mapping[str, Any]) -> list[dict[str, str]]:
     """The prompt of a retrieval request: an instruction, one text per earlier exchange, one chunk per document, and the
     question.
 
-    request: `docs`, each with `title` and `text`; `question`; and in a chat `history`, see `earlier_exchanges`.
+    retrieval: `docs`, each with `title` and `text`; `question`; and in a chat `history`, see `earlier_exchanges`.
     Raises ValueError if it has another structure.
     """
-    history = [{"type": "text", "text": exchange} for exchange in earlier_exchanges(request.get("history", []))]
+    history = [{"type": "text", "text": exchange} for exchange in earlier_exchanges(retrieval.get("history", []))]
     try:
-        texts = [request["question"], *(doc[key] for doc in request["docs"] for key in ("title", "text"))]
+        texts = [retrieval["question"], *(doc[key] for doc in retrieval["docs"] for key in ("title", "text"))]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("not a string")
-        documents = [{"type": "chunk", "text": document_text(doc)} for doc in request["docs"]]
-        question = {"type": "text", "text": question_text(request)}
+        documents = [{"type": "chunk", "text": document_text(doc)} for doc in retrieval["docs"]]
+        question = {"type": "text", "text": question_text(retrieval)}
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a request with docs, each with title and text, and question: {error!r}") from None
     return [{"type": "text", "text": INSTRUCTION}, *history, *documents, question]

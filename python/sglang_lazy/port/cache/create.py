@@ -24,6 +24,7 @@ from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
 from sglang_lazy.port.cache.room import Room
 from sglang_lazy.port.cache.tier_report import HostReport
 from sglang_lazy.port.cache.tiers import Tiers
+from sglang_lazy.port.facts import RequestFacts
 from sglang_lazy.port.model.comb import chunk_pool_of
 
 
@@ -46,12 +47,12 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
     device = Pool(own, trees)
     if pool is None:
         store = ChunkStore(tree, device, windows)
-        cache.rows = RowCache(store, params.req_to_token_pool)
+        cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts())
     else:
         of_chunks = RadixTree(pool.allocator, order, clock)
         trees = OneTree(of_chunks)
         store = ChunkStore(of_chunks, Pool(pool.allocator, trees))
-        cache.rows = RowCache(store, params.req_to_token_pool, tree, device)
+        cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts(), tree, device)
     if params.enable_kv_cache_events:
         cache.events = BlockEvents()
         tree.parts += (cache.events,)

@@ -155,7 +155,8 @@ def observe_one_finished_request(
     e2e_latency: float,
     has_grammar: bool,
     cached_tokens_details: Mapping[str, Any] | None = None,
-    **more: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Around the method of `TokenizerMetricsCollector`: count tokens of chunks on the device under their own source, so
     that the sources of SGLang's counter of cached tokens still add up to its total."""
@@ -166,7 +167,7 @@ def observe_one_finished_request(
         if on_device:
             collector.cached_tokens_total.labels(**labels, cache_source="chunk").inc(on_device)
     numbers = (prompt_tokens, generation_tokens, cached_tokens, e2e_latency, has_grammar, details)
-    original(collector, labels, *numbers, **more)
+    original(collector, labels, *numbers, *args, **kwargs)
 
 
 _COLLECTORS = "sglang.srt.observability.metrics_collector"

@@ -14,16 +14,16 @@ from sglang_lazy.port.hooks import feature, required
 
 
 def calc_priority(
-    original: Callable, policy: Any, waiting_queue: list[Any], running_batch: Any = None, **kwargs: Any
+    original: Callable, policy: Any, waiting_queue: list[Any], running_batch: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     """Around `SchedulePolicy.calc_priority`, which sorts the queue before a batch is formed: leave only requests that
     can run, with fills before their parents."""
     admission = getattr(policy.tree_cache, "admission", None)
     if admission is None:
-        return original(policy, waiting_queue, running_batch, **kwargs)
+        return original(policy, waiting_queue, running_batch, *args, **kwargs)
     by_prefix = isinstance(policy._determine_active_policy(waiting_queue), CacheAwarePolicy)
     with policy.tree_cache.ranking(by_prefix):
-        original(policy, waiting_queue, running_batch, **kwargs)
+        original(policy, waiting_queue, running_batch, *args, **kwargs)
     admission.show(waiting_queue, running_batch.reqs)
 
 

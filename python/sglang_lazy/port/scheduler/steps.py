@@ -238,13 +238,15 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table.assign(chunks, ids, orders)
 
 
-def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False, **kwargs: Any) -> bool:
+def is_fully_idle(
+    original: Callable, scheduler: Any, for_health_check: bool = False, *args: Any, **kwargs: Any
+) -> bool:
     """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
     and a paused scheduler is idle if nothing has a row."""
     if for_health_check:
-        return original(scheduler, for_health_check, **kwargs)
+        return original(scheduler, for_health_check, *args, **kwargs)
     with pause_empties_queue(scheduler):
-        idle = original(scheduler, for_health_check, **kwargs)
+        idle = original(scheduler, for_health_check, *args, **kwargs)
     return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
 
 
