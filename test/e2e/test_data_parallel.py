@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-import torch
 from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
-from served import RANKS_ON_CPU
 from served import TWO_RANKS
 
 from oracle import segments as oracle_segments
@@ -33,14 +31,6 @@ def environment():
     with pytest.MonkeyPatch.context() as environment:
         for name, value in TWO_RANKS.items():
             environment.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks_without_gpus():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in () if torch.cuda.is_available() else RANKS_ON_CPU.items():
-            patch.setenv(name, value)
         yield
 
 
