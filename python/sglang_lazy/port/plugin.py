@@ -66,8 +66,8 @@ def install() -> None:
     )
     from sglang_lazy.port.scheduler import (
         chunk_metrics,
-        collector,
         control,
+        idle,
         internal,
         lora,
         memory,
@@ -108,7 +108,7 @@ def install() -> None:
         malformed,
         tenants,
         chunk_metrics,
-        collector,
+        idle,
         watchdog,
     )
     _hooks = tuple(hook for module in modules for hook in module.HOOKS)

@@ -22,10 +22,10 @@ from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused, converting_ahead
 from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
-from sglang_lazy.port.serving.streams import fail_before_stream
 from sglang_lazy.port.serving.typed import convert_sampling_params
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import check_salts, chunk_limit, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.streams import fail_before_stream
 from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
