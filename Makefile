@@ -117,7 +117,7 @@ key: # names the environment, for caches
 	@echo $(KEY)
 
 $(READY):
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v < (3, 13) or sys.exit("Python 3.10 to 3.12 is needed, $(PYTHON) is %d.%d: name another with `make PYTHON=python3.12 ...`" % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: name another with `make PYTHON=python3.12 ...`" % v)'
 	@echo "Setting up $(VENV), once: SGLang and PyTorch, about 4 minutes and 9 GB."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

@@ -57,7 +57,9 @@ def main() -> None:
     device_pool = MHATokenToKVPool(
         POOL_TOKENS, 1, torch.bfloat16, shape["num_key_value_heads"], shape["head_dim"], num_layers, "cuda", False
     )
-    host_pool = MHATokenToKVPoolHost(device_pool, 2, 0, 1, "layer_first")
+    info = device_pool.get_device_pool_infos()[0].buffer_info
+    bounds = dict(device_capacity_tokens=POOL_TOKENS, start_layer=0, end_layer=num_layers)
+    host_pool = MHATokenToKVPoolHost(info, 2, 0, 1, "layer_first", **bounds)
     num_bytes = args.tokens * host_pool.size_per_token
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -124,7 +124,7 @@ def serving(template, name=None, tokenizer=None):
     )
     manager = SimpleNamespace(
         tokenizer=tokenizer, model_config=config, preferred_sampling_params=None, served_model_name="m",
-        server_args=SimpleNamespace(**arguments),
+        server_args=SimpleNamespace(**arguments), config_value=arguments.__getitem__, model_path="m",
     )  # fmt: skip
     content = detect_jinja_template_content_format(template) if template else "string"
     templates = SimpleNamespace(chat_template_name=name, jinja_template_content_format=content, reasoning_config=None)

@@ -291,8 +291,9 @@ def test_cache_salt_and_extra_key_separate_tenants(extra_key):
 
 
 def with_images(digests, places=None):
-    """Text 7, an image of two tokens, a chunk of two, an image of two, text 7; both images have pad value 9."""
-    ids = array("q", [7, 9, 9, 1, 2, 9, 9, 7])
+    """Text 7, an image, a chunk and an image of two tokens each, text 7; the images share a pad value, of 63 bits."""
+    pad = (1 << 62) + 9
+    ids = array("q", [7, pad, pad, 1, 2, pad, pad, 7])
     images = Images([None, None], [(1, 3), (5, 7)], digests, np.arange(8) if places is None else np.array(places))
     return LinkedPrompt.build(ids, PromptLayout(((3, 5),)), [((0, 2),)], None, images=images)
 

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from fakes.loop import QUESTION, A, B, Loop
 from fakes.requests import CHUNK
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.routing import BlockHashes, Picker, follow
 from sglang_lazy.routing import events as routing_events
 from sglang_lazy.routing.events import Listener
@@ -145,9 +146,10 @@ def test_a_long_chunk_takes_one_entry():
 @pytest.mark.usefixtures("sglang_context")
 def test_all_chunks_of_a_cache_are_known():
     """From the events of a real cache too small for all prompts together."""
-    loop = Loop(40, host_size=60)
-    loop.tree_cache.enable_kv_cache_events = True
-    told = Told()
+    loop = Loop(40)
+    cache, told = loop.tree_cache, Told()
+    cache.events = BlockEvents()
+    cache.tree.parts += (cache.events,)
     chunks = [A[1], B[1], (1, 2, 9, 9, 9), (20, 21), (1, 2, 9, 8)]
     held = set()
     for turn in range(12):
@@ -155,12 +157,10 @@ def test_all_chunks_of_a_cache_are_known():
         loop.submit(parts, "r", max_new_tokens=1)
         loop.run()
         if turn % 4 == 3:
-            loop.tree_cache.evict(EvictParams(num_tokens=9))
-        if turn % 6 == 5:
-            loop.tree_cache.evict_host(20)
-        told.tell(*loop.tree_cache.take_events())
+            cache.evict(EvictParams(num_tokens=9))
+        told.tell(*cache.take_events())
         nodes = [(node, before) for node, namespace, before in loop.pools.nodes() if namespace == PUBLIC]
-        there = {(*before, *node.key.token_ids) for node, before in nodes}
+        there = {(*before, *node.tokens) for node, before in nodes}
         expected = [any(path[: len(chunk)] == chunk for path in there) for chunk in chunks]
         assert told.knows(*chunks) == expected, turn
         held.add(tuple(expected))

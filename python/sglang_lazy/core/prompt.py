@@ -57,6 +57,14 @@ class Images(NamedTuple):
     places: np.ndarray
 
 
+def _without(images: Images, input_ids: array) -> array:
+    """The prompt with zeros for its images."""
+    ids = input_ids[:]
+    for first, last in images.ranges:
+        ids[first:last] = array("q", bytes(8 * (last - first)))
+    return ids
+
+
 @dataclasses.dataclass(eq=False)
 class ChunkSlice:
     """The part of a chunk that a prompt uses.
@@ -203,10 +211,10 @@ class LinkedPrompt(NamedTuple):
         Each slice begins a new span: the tokens recomputed after the slice's first kept range, and the text up to the
         next slice. The span's namespace holds the SHA-256 of the path before it: every text token, every slice, and
         every chunk token that a slice depends on. So its KV is found exactly where it is valid. An image begins a span,
-        too, and its digest joins the path, since its token ids are only 30 bits of a hash.
+        too, and its digest joins the path, with zeros for its token ids, which are parts of a hash.
         """
         preamble = preamble or array("q")
-        path, ids = hashlib.sha256(), as_int32(input_ids)
+        path, ids = hashlib.sha256(), as_int32(_without(images, input_ids) if images else input_ids)
         variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
         path.update(b"preamble %b" % (variant or b""))
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_lazy.core.keys import as_int32, tokens_digest
 from sglang_lazy.core.prompt import Ranges
 from sglang_lazy.core.remembered import Remembered
 
@@ -41,15 +40,19 @@ class Choices:
         """Remember that `kept` was chosen for the prompt `ids` (int64).  who: the policy and the tenant, whose `repr`
         tells them apart."""
         *_, key = _keys(who, ids, chunks)
-        self._choices.put(key, _Choice(len(ids), tokens_digest(ids), tuple(map(_packed, kept))))
+        self._choices.put(key, _Choice(len(ids), _digest(ids), tuple(map(_packed, kept))))
 
     def recall(self, who: tuple, ids: array, chunks: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
         """The choice for the longest remembered prompt that `ids` begins with, for as many chunks as that has."""
         for key in reversed([*_keys(who, ids, chunks)]):
             choice = self._choices.get(key)
-            if choice is not None and choice.prompt == tokens_digest(ids[: choice.prompt_len]):
+            if choice is not None and choice.prompt == _digest(ids[: choice.prompt_len]):
                 return tuple([tuple(map(tuple, ranges.tolist())) for ranges in choice.kept])
         return ()
+
+
+def _digest(ids: array) -> bytes:
+    return hashlib.sha256(ids).digest()
 
 
 def _packed(ranges: Ranges) -> np.ndarray:
@@ -61,7 +64,7 @@ def _packed(ranges: Ranges) -> np.ndarray:
 
 def _keys(who: tuple, ids: array, chunks: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     """For each chunk, the digest of the prompt up to its end, and of where its chunks are."""
-    digest, view, position = hashlib.sha256(repr(who).encode()), as_int32(ids), 0
+    digest, view, position = hashlib.sha256(repr(who).encode()), memoryview(ids), 0
     for start, end in chunks:
         digest.update(b"|%d %d|" % (start, end))
         digest.update(view[position:end])

@@ -114,7 +114,7 @@ class CompositeCache:
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
         if self._ranks is not None and (waiting := linked(stand_in(req))) is not None:
-            on_device, on_host = waiting.num_known, 0
+            on_device, on_host = waiting.num_known_tokens, 0
             if self._ranks:
                 on_device, on_host = self.rows.rank(req, waiting, self.admission.cached(waiting))
             return self._matched(on_device, self.plain.root_node_handle(req.extra_key), on_host)
