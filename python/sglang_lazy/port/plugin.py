@@ -53,8 +53,9 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
+    from sglang_lazy.core import comb as comb_config
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, model_runner, probing
+    from sglang_lazy.port.model import comb, compat, graphs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -100,7 +101,6 @@ def install() -> None:
         memory,
         storage,
         comb,
-        comb_lora,
         model_runner,
         graphs,
         probing,

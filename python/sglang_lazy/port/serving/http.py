@@ -14,8 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import page, refused_bodies, response_ids, stock_routes
-from sglang_lazy.port.serving.bodies import check_body
+from sglang_lazy.port.serving import page, response_ids, stock_routes
+from sglang_lazy.port.serving.bodies import check_body, refuse_invalid
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
@@ -233,7 +233,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     app.add_exception_handler(OperationError, _operation_failed)
     add_routes(app)
     page.add_route(app)
-    app.add_exception_handler(RequestValidationError, refused_bodies.refuse)
+    app.add_exception_handler(RequestValidationError, refuse_invalid)
     app.openapi_schema = None
     # One of several tokenizer workers gets here while it starts, when the middleware has been built around the former
     # handlers of errors. It is built again for the next request.
