@@ -129,7 +129,13 @@ def serving(template, name=None, tokenizer=None):
         server_args=SimpleNamespace(**arguments), config_value=arguments.__getitem__, model_path="m",
     )  # fmt: skip
     content = detect_jinja_template_content_format(template) if template else "string"
-    templates = SimpleNamespace(chat_template_name=name, jinja_template_content_format=content, reasoning_config=None)
+    templates = SimpleNamespace(
+        chat_template_name=name,
+        jinja_template_content_format=content,
+        python_chat_template=None,
+        jinja_template_may_reorder_tool_results=False,
+        reasoning_config=None,
+    )
     return OpenAIServingChat(manager, templates)
 
 
