@@ -11,9 +11,9 @@ from sglang_lazy.chunks.store import ChunkState, ChunkStore
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.cache.backends import TensorBackend
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.storage import ChunkStorage, Patience
-from sglang_lazy.port.cache.tier_report import StorageReport
+from sglang_lazy.storage.chunk_objects import ChunkObjects
+from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
+from sglang_lazy.storage.report import StorageReport
 
 A, B, C, D = (range(i, i + 4) for i in (1, 5, 9, 12))
 _PLACES = {

@@ -29,10 +29,10 @@ from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache import create, tiers
 from sglang_lazy.port.cache.backends import TensorBackend
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.storage import ChunkStorage, Patience
-from sglang_lazy.port.cache.tier_report import StorageReport
 from sglang_lazy.port.model import model_runner
+from sglang_lazy.storage.chunk_objects import ChunkObjects
+from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
+from sglang_lazy.storage.report import StorageReport
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the rotation table: enough for the positions of any prompt here, and as many negative ones."""

@@ -23,7 +23,7 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
-from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
+from sglang_lazy.port.scheduler import idle, internal, lora, memory, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 
@@ -211,7 +211,7 @@ class Scheduler(_Stock):
             self.result_queue.popleft()
         self.last_batch = batch
         if batch is None:
-            hooks.on_idle(None, self)
+            idle.check(self)
 
     def run(self, max_steps: int = 200) -> None:
         """Take steps until every request is answered."""

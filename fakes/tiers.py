@@ -11,8 +11,8 @@ from fakes.storage import Storage
 from fakes.streams import current_stream
 from sglang_lazy.cache import host_slots
 from sglang_lazy.cache.host_memory import CpuCopier, HostMemory
-from sglang_lazy.port.cache.calls import Calls
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects, Gate
+from sglang_lazy.storage.calls import Calls
+from sglang_lazy.storage.chunk_objects import ChunkObjects, Gate
 
 
 class HostSlots(host_slots.HostSlots):

@@ -16,7 +16,7 @@ import requests
 from stored import prompt_of, started
 
 from oracle.scenarios import Dice
-from sglang_lazy.port.cache.chunk_objects import NUM_READERS
+from sglang_lazy.storage.chunk_objects import NUM_READERS
 from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import fill_of
+from sglang_lazy.port.scheduler import idle
 from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -294,7 +295,7 @@ def test_the_idle_check_finds_leaks(forget):
     fill, _ = scheduler.visible()
     fills = dict(scheduler.store.pending)
     scheduler.run()
-    hooks.on_idle(None, scheduler)
+    idle.check(scheduler)
     if forget == "lock":
         scheduler.tree_cache.tree.lock(scheduler.store.find(req.lazy.prompt.chunks[0]))
     elif forget == "holder":
@@ -302,7 +303,7 @@ def test_the_idle_check_finds_leaks(forget):
     else:
         scheduler.store.pending.update(fills)
     with pytest.raises(RuntimeError, match="idle, but"):
-        hooks.on_idle(None, scheduler)
+        idle.check(scheduler)
 
 
 @both_loops

@@ -17,7 +17,6 @@ from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfi
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
-from sglang_lazy.port.cache import tier_report
 from sglang_lazy.port.cpu import CPU_SETTINGS
 from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.serving.completions import CompletionsRequest
@@ -30,6 +29,7 @@ from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import COUNTERS
 from sglang_lazy.serving.usage import Usage
+from sglang_lazy.storage import report
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -134,8 +134,8 @@ def test_metrics():
 
 def test_metrics_of_tiers():
     page = (ROOT / "docs/tiers.md").read_text(encoding="utf-8")
-    names = [f"host_{name}_total" for name in tier_report.HOST_COUNTERS]
-    names += [f"storage_{name}_total" for name in tier_report.COUNTERS] + ["storage_fetch_seconds"]
+    names = [f"host_{name}_total" for name in report.HOST_COUNTERS]
+    names += [f"storage_{name}_total" for name in report.COUNTERS] + ["storage_fetch_seconds"]
     assert set(re.findall(r"`sglang_lazy:(\w+)`", page)) == set(names)
 
 

@@ -20,7 +20,7 @@ from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import is_internal, lazy_state, linked, stand_in
 from sglang_lazy.policies import POLICIES, register
-from sglang_lazy.port.cache.storage import Patience
+from sglang_lazy.storage.chunk_storage import Patience
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

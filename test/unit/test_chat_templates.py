@@ -22,6 +22,8 @@ from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.rendering import Rendering
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
 PLAIN, PADDED = "The river rises in the hills.", " \n The river\n\n"
 QUOTED = 'He said "no", and C:\\new\nÜber <b>&</b> it\'s\tgone \u2028 \x07'
 THOUGHT, ANSWER = "First\n</think>\n\nthen", "<tool_response>\nfound\n</tool_response>"
@@ -124,7 +126,7 @@ def serving(template, name=None, tokenizer=None):
     )
     manager = SimpleNamespace(
         tokenizer=tokenizer, model_config=config, preferred_sampling_params=None, served_model_name="m",
-        server_args=SimpleNamespace(**arguments),
+        server_args=SimpleNamespace(**arguments), config_value=arguments.__getitem__, model_path="m",
     )  # fmt: skip
     content = detect_jinja_template_content_format(template) if template else "string"
     templates = SimpleNamespace(chat_template_name=name, jinja_template_content_format=content, reasoning_config=None)

@@ -15,8 +15,8 @@ from sgl_kernel_lazy import torch_impl
 from sglang_lazy.attention.cross import Readers
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
+from sglang_lazy.core.comb import CombLlamaConfig
 from sglang_lazy.core.model import LayerRope
-from sglang_lazy.port.model.comb_config import CombLlamaConfig
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from fakes.host_tree import Device, Tree
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.port.cache import connect
 from sglang_lazy.port.cache.backends import AddressBackend, FileBackend, TensorBackend
-from sglang_lazy.port.cache.storage import Patience
+from sglang_lazy.storage.chunk_storage import Patience
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

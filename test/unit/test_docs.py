@@ -18,7 +18,7 @@ from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.core.config import LazyConfig, add_cli_args
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.cache import tier_report
+from sglang_lazy.port.cache import tier_metrics
 from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 from sglang_lazy.port.serving import shadow
 
@@ -159,8 +159,8 @@ def metrics(monkeypatch) -> set[str]:
         monkeypatch.setattr(prometheus_client, kind, metric)
     monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(shadow_rate=1.0))
     ChunkMetrics(MagicMock(counts=Counts()), {})
-    tier_report.HostReport.measured(MagicMock(labels={}))
-    tier_report.measured(1, {})
+    tier_metrics.measured_host(MagicMock(labels={}))
+    tier_metrics.measured_storage(1, {})
     shadow.attach(None, MagicMock())
     return names | set(re.findall(r'"(sglang:\w+)"', inspect.getsource(metrics_collector)))
 

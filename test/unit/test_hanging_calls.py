@@ -8,8 +8,8 @@ import pytest
 
 from fakes.chunk_server import PATIENCE, A, B, C, Server, storage_with
 from fakes.storage import Storage
-from sglang_lazy.port.cache import chunk_objects
-from sglang_lazy.port.cache.calls import MAX_STUCK, Calls, Outcome
+from sglang_lazy.storage import chunk_objects
+from sglang_lazy.storage.calls import MAX_STUCK, Calls, Outcome
 from sglang_lazy.testing.server import wait_for
 
 NUM_THREADS = 4

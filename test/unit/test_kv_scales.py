@@ -32,6 +32,7 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
         link_fp8=cache_dtype != torch.float32,
         link_window_slots=None,
         link_stock_part=None,
+        link_table=SimpleNamespace(loads=None),
     )
     backend._options = lambda *given: LinkAttention._options(backend, *given)
     slots = torch.arange(1, NUM_TOKENS + 1)

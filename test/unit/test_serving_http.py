@@ -5,7 +5,7 @@ import json
 
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from sglang_lazy.port.serving.streams import REQUEST_SENT, fail_before_stream
+from sglang_lazy.serving.streams import REQUEST_SENT, fail_before_stream
 
 ERROR = 'data: {"error": {"message": "the reason", "code": 413}}\n\n'
 

@@ -266,6 +266,7 @@ BAD_FLAGS = [
     (["--lazy-max-chunks=many"], "argument --lazy-max-chunks: must be of type int, got 'many'"),
     (["--lazy-max-chunks"], "argument --lazy-max-chunks: expected one argument"),
     (["--lazy-max-pinned", "1.5"], "argument --lazy-max-pinned: must be between 0 and 1, got 1.5"),
+    (["--lazy-host-share", "0"], "argument --lazy-host-share: must be above 0 and at most 1, got 0.0"),
     (["--lazy-storage-writers", "0"], "argument --lazy-storage-writers: must be at least 1 and at most 64, got 0"),
     (["--lazy-chunk-pool", "1"], "argument --lazy-chunk-pool: must be above 0 and below 1, got 1.0"),
     (["--lazy-shadow-rate", "nan"], "argument --lazy-shadow-rate: must be between 0 and 1, got nan"),

@@ -6,9 +6,9 @@ import pytest
 
 from fakes.chunk_server import PATIENCE, A, B, C, D, Server, chunk_of, storage_with
 from fakes.storage import Storage
-from sglang_lazy.port.cache import chunk_objects
-from sglang_lazy.port.cache.calls import MAX_STUCK
-from sglang_lazy.port.cache.chunk_objects import NUM_READERS
+from sglang_lazy.storage import chunk_objects
+from sglang_lazy.storage.calls import MAX_STUCK
+from sglang_lazy.storage.chunk_objects import NUM_READERS
 from sglang_lazy.testing.server import wait_for
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

@@ -6,6 +6,7 @@ does not use at all is beside it (`unused_hits`), since such requests may be ord
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,7 +116,6 @@ class LinkedRequest:
     own: its policy's state while the request has a row.
     cross_slots: int32, the slots of its chunks, once it has a row, if the model reads them by cross-attention.
     reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
-    num_known: how many tokens it keeps of chunks that were cached or stored on arrival.
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: by namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
@@ -132,7 +132,6 @@ class LinkedRequest:
     own: Any = None
     cross_slots: torch.Tensor | None = None
     reused: list[bool] = dataclasses.field(init=False)
-    num_known: int = dataclasses.field(init=False)
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
@@ -143,8 +142,13 @@ class LinkedRequest:
         self.reused = [
             node is not None or prefetched for node, prefetched in zip(self.found, self.prefetched, strict=True)
         ]
-        self.num_known = self.num_reused_tokens
         self.loaded = [False] * len(self.found)
+
+    @functools.cached_property
+    def num_known_tokens(self) -> int:
+        """How many tokens it keeps of chunks that were cached or stored on arrival."""
+        slices = zip(self.prompt.chunks, self.found, self.prefetched, strict=True)
+        return sum(chunk.num_kept for chunk, node, prefetched in slices if node is not None or prefetched)
 
     @property
     def admitted(self) -> bool:

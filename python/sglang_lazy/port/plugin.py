@@ -53,8 +53,9 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
+    from sglang_lazy.core import comb as comb_config
     from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, graphs, model_runner, probing
+    from sglang_lazy.port.model import comb, compat, graphs, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -66,8 +67,8 @@ def install() -> None:
     )
     from sglang_lazy.port.scheduler import (
         chunk_metrics,
-        collector,
         control,
+        idle,
         internal,
         lora,
         memory,
@@ -100,7 +101,6 @@ def install() -> None:
         memory,
         storage,
         comb,
-        comb_lora,
         model_runner,
         graphs,
         probing,
@@ -108,7 +108,7 @@ def install() -> None:
         malformed,
         tenants,
         chunk_metrics,
-        collector,
+        idle,
         watchdog,
     )
     _hooks = tuple(hook for module in modules for hook in module.HOOKS)

@@ -17,22 +17,24 @@ _WRITE_AND_WAIT = 0b111
 
 
 class TensorBackend:
-    """A backend that takes tensors."""
+    """A `Backend` that takes tensors.  backend: SGLang's."""
 
     def __init__(self, backend: Any):
         self.backend = backend
 
+    @property
+    def name(self) -> str:
+        return type(self.backend).__name__
+
     def new_memory(self, num_bytes: int) -> torch.Tensor:
-        """Allocate a uint8 buffer for `put` and `get`, to be used for as long as it lives."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     @property
     def can_clear(self) -> bool:
-        """Whether `clear` deletes anything: SGLang's own does not."""
+        """SGLang's own `clear` deletes nothing."""
         return getattr(type(self.backend), "clear", HiCacheStorage.clear) is not HiCacheStorage.clear
 
     def clear(self) -> bool:
-        """Delete all objects, and whatever else is in the same place. Returns whether that succeeded."""
         try:
             return self.backend.clear() is not False  # most return nothing
         except Exception:  # the other tensor-parallel ranks wait for this one's answer
@@ -40,15 +42,17 @@ class TensorBackend:
             return False
 
     def put(self, key: str, stored: torch.Tensor) -> bool:
-        """Store an object. Returns whether that succeeded."""
         return bool(self.backend.batch_set([key], [stored]))
 
     def get(self, key: str, stored: torch.Tensor) -> bool:
-        """Read an object into `stored`. Returns whether it was found."""
         if not self.backend.exists(key):
             return False
         found = self.backend.batch_get([key], [stored])
         return bool(found) and found[0] is not None
+
+    def close(self) -> None:
+        if hasattr(self.backend, "close"):
+            self.backend.close()
 
 
 class FileBackend(TensorBackend):

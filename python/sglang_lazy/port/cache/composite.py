@@ -59,7 +59,23 @@ class CompositeCache:
     Every choice here follows from the order of requests, not from times of day, so all ranks make the same.
     """
 
-    __slots__ = ("_clock", "_ranks", "admission", "events", "plain", "room", "rows", "tiers", "tree", "windows")
+    # What SGLang's scheduler asks for many times a request, and never changes: without the way over `__getattr__`.
+    _direct = (
+        "claim_kv_row",
+        "free_kv_row",
+        "maybe_hand_to_session",
+        "req_to_token_pool",
+        "supports_auxiliary_swa",
+        "supports_fast_match_prefix",
+        "supports_mamba",
+        "supports_prefix_sharing",
+        "supports_swa",
+        "token_to_kv_pool_allocator",
+    )
+    __slots__ = (
+        *("_clock", "_ranks", "admission", "events", "plain", "room", "rows", "tiers", "tree", "windows"),
+        *_direct,
+    )
 
     plain: Any
     tree: RadixTree
@@ -75,6 +91,8 @@ class CompositeCache:
         object.__setattr__(self, "plain", plain)
         self.tree, self._clock, self.windows, self.room = tree, clock, windows, Room(plain, tree, windows)
         self.tiers, self.events, self.admission, self._ranks = None, None, None, None
+        for name in self._direct:
+            setattr(self, name, getattr(plain, name))
         # SGLang's cache makes room for what it loads from its own tiers: our tree must give its share of that, too.
         plain.evict_for_alloc = self.evict_for_alloc
 
@@ -114,7 +132,7 @@ class CompositeCache:
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
         if self._ranks is not None and (waiting := linked(stand_in(req))) is not None:
-            on_device, on_host = waiting.num_known, 0
+            on_device, on_host = waiting.num_known_tokens, 0
             if self._ranks:
                 on_device, on_host = self.rows.rank(req, waiting, self.admission.cached(waiting))
             return self._matched(on_device, self.plain.root_node_handle(req.extra_key), on_host)

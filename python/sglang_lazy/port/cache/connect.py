@@ -11,11 +11,12 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.port.cache.backends import AddressBackend, FileBackend, TensorBackend
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.storage import ChunkStorage, Patience
-from sglang_lazy.port.cache.tier_report import StorageReport, measured
+from sglang_lazy.port.cache.tier_metrics import measured_storage
 from sglang_lazy.port.facts import dp_rank, flags_of, tp_rank, tp_size
 from sglang_lazy.port.model.identity import identity_of
+from sglang_lazy.storage.chunk_objects import ChunkObjects
+from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
+from sglang_lazy.storage.report import StorageReport
 
 MAX_WAIT = 30.0
 """Seconds: the default of `prefetch_timeout_max`."""
@@ -34,7 +35,7 @@ def connect_storage(
     report = StorageReport(token_bytes)
     if has_metrics:
         labels = {"storage_backend": flags.hicache_storage_backend, **_ranks(), **(flags.extra_metric_labels or {})}
-        report = measured(token_bytes, labels)
+        report = measured_storage(token_bytes, labels)
     objects = ChunkObjects(_backend(flags.hicache_storage_backend, extra), host.memory)
     return ChunkStorage(store, host, objects, lambda adapter: identity_of(runner, adapter), agree, report, patience)
 

@@ -22,10 +22,11 @@ from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.cache.connect import connect_storage
 from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
 from sglang_lazy.port.cache.room import Room
-from sglang_lazy.port.cache.tier_report import HostReport
+from sglang_lazy.port.cache.tier_metrics import measured_host
 from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.facts import RequestFacts
 from sglang_lazy.port.model.comb import chunk_pool_of
+from sglang_lazy.storage.report import HostReport
 
 
 def new_cache(context: Any, runner: Any) -> CompositeCache:
@@ -59,7 +60,7 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
     if context.enable_hierarchical_cache:
         kv = slots.get_kvcache() if pool is None else pool.kv
         collector = plain.metrics_collector
-        report = HostReport() if collector is None else HostReport.measured(collector)
+        report = HostReport() if collector is None else measured_host(collector)
         cache.tiers = trees.copying = tiers = Tiers(store, kv, order, share, params, report)
         table = table_of(params.req_to_token_pool)
         assert table is not None, "a server without chunk reuse has SGLang's cache"

@@ -13,8 +13,8 @@ from sglang_lazy.cache.host_slots import HostSlots
 from sglang_lazy.cache.node import Order
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.port.cache.storage import ChunkStorage
-from sglang_lazy.port.cache.tier_report import HostReport
+from sglang_lazy.storage.chunk_storage import ChunkStorage
+from sglang_lazy.storage.report import HostReport
 
 _MIN_HITS = {"write_through": 0, "write_through_selective": 2}
 """By SGLang's names: how often a chunk must have been used to be copied to the host."""

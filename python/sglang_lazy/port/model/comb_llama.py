@@ -21,8 +21,8 @@ from torch import nn
 
 from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.core.comb import CROSS, DECODER, ENCODER, CombLlamaConfig
 from sglang_lazy.port.facts import tp_size
-from sglang_lazy.port.model.comb_config import CROSS, DECODER, ENCODER, CombLlamaConfig
 
 
 class Layer(LlamaDecoderLayer):

@@ -129,7 +129,7 @@ def attach(scheduler: Any) -> None:
         setattr(collector, _ATTR, ChunkMetrics(scheduler.tree_cache.store, collector.labels))
 
 
-def _publish(collector: Any) -> None:
+def publish(collector: Any) -> None:
     metrics = getattr(collector, _ATTR, None)
     if metrics is not None:
         metrics.publish()
@@ -137,12 +137,7 @@ def _publish(collector: Any) -> None:
 
 def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
     """After `SchedulerMetricsCollector.log_stats`."""
-    _publish(collector)
-
-
-def on_idle(scheduler: Any) -> None:
-    """Before `Scheduler.on_idle`, which may sleep until a request comes, and logs statistics every 30 seconds."""
-    _publish(scheduler.metrics_collector)
+    publish(collector)
 
 
 def observe_one_finished_request(
@@ -173,9 +168,6 @@ def observe_one_finished_request(
 _COLLECTORS = "sglang.srt.observability.metrics_collector"
 HOOKS = (
     feature(f"{_COLLECTORS}.SchedulerMetricsCollector.log_stats", log_stats, "AFTER", "metrics of chunks"),
-    feature(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle", on_idle, "BEFORE", "metrics of chunks while nothing runs"
-    ),
     feature(
         f"{_COLLECTORS}.TokenizerMetricsCollector.observe_one_finished_request",
         observe_one_finished_request,

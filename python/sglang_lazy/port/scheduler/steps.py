@@ -260,13 +260,6 @@ def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -
         return original(scheduler, *args, **kwargs)
 
 
-def on_idle(_result: Any, scheduler: Any) -> None:
-    """After `Scheduler.on_idle`: check that nothing is locked when nothing runs."""
-    admission = admission_of(scheduler)
-    if admission is not None and scheduler.is_fully_idle():
-        admission.check_idle()
-
-
 def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """Before `_GenerationStreamAccumulator.__init__`, once a step: add chunks to the details that it asks for.
 
@@ -356,7 +349,6 @@ HOOKS = (
         "a scheduler that copies chunks is not idle",
     ),
     feature(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND", "aborted requests release their chunks before a flush"),
-    required(f"{_SCHEDULER}.on_idle", on_idle, "AFTER", "scheduler", "an idle scheduler checks that nothing is locked"),
     required(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         prepare_for_extend,

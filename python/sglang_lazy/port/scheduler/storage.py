@@ -6,10 +6,10 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
-from sglang_lazy.port.cache.storage import ChunkStorage
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.scheduler.steps import admission_of
+from sglang_lazy.storage.chunk_storage import ChunkStorage
 
 
 def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHiCacheReqOutput:

@@ -1,17 +1,21 @@
-"""Bodies of requests as clients sent them, before SGLang drops what it does not know."""
+"""Bodies of requests as clients sent them, before SGLang drops what it does not know; and answers to invalid ones."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import ORJSONResponse
 from pydantic import BaseModel
 from sglang.srt.entrypoints import http_server
 
 from sglang_lazy.port.serving.server_fields import refuse_server_fields
 from sglang_lazy.serving.fields import FIELDS, check_fields
+from sglang_lazy.serving.validation import the_one
 
 
 async def check_body(request: Request, kind: type) -> None:
@@ -37,3 +41,17 @@ def _fields_of(kind: Any) -> frozenset[str]:
     if issubclass(kind, msgspec.Struct):
         return frozenset(kind.__struct_fields__)
     return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+async def refuse_invalid(request: Request, error: Exception) -> Response:
+    """A 400 with the one error that matters, in the form of each API: SGLang's answer to a body that its route's model
+    refuses names its source files and repeats the body.  error: a RequestValidationError."""
+    assert isinstance(error, RequestValidationError)
+    message, status = the_one(error.errors()), HTTPStatus.BAD_REQUEST
+    if request.url.path.startswith("/v1/messages"):
+        return http_server._anthropic_error_response(
+            status_code=status.value, error_type="invalid_request_error", message=message
+        )
+    content = {"message": message, "type": status.phrase, "param": None, "code": status.value}
+    in_responses = request.url.path.startswith("/v1/responses")
+    return ORJSONResponse({"error": content} if in_responses else {"object": "error", **content}, status)

@@ -14,8 +14,9 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
 from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.port.scheduler.pinning import pin_chunks
-from sglang_lazy.port.serving import chunk_calls, chunk_schemas
+from sglang_lazy.port.serving import chunk_calls
 from sglang_lazy.port.serving.page import PAGE_ROUTE
+from sglang_lazy.serving import chunk_schemas
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.known_chunks import UnknownChunk
 from sglang_lazy.serving.registration import RETRY_S, Busy

@@ -14,18 +14,18 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import page, refused_bodies, response_ids, stock_routes
-from sglang_lazy.port.serving.bodies import check_body
+from sglang_lazy.port.serving import page, response_ids, stock_routes
+from sglang_lazy.port.serving.bodies import check_body, refuse_invalid
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused, converting_ahead
 from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
-from sglang_lazy.port.serving.streams import fail_before_stream
 from sglang_lazy.port.serving.typed import convert_sampling_params
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import check_salts, chunk_limit, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.streams import fail_before_stream
 from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
@@ -233,7 +233,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     app.add_exception_handler(OperationError, _operation_failed)
     add_routes(app)
     page.add_route(app)
-    app.add_exception_handler(RequestValidationError, refused_bodies.refuse)
+    app.add_exception_handler(RequestValidationError, refuse_invalid)
     app.openapi_schema = None
     # One of several tokenizer workers gets here while it starts, when the middleware has been built around the former
     # handlers of errors. It is built again for the next request.

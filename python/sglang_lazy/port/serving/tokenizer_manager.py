@@ -8,10 +8,10 @@ from sglang_lazy.port.model.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one, reading
 from sglang_lazy.port.serving.ranks import choose_rank, learned
 from sglang_lazy.port.serving.shadow import shadow_of
-from sglang_lazy.port.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, layout_of
 from sglang_lazy.serving.results import annotated, share_report
 from sglang_lazy.serving.shadow import shadowed
+from sglang_lazy.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
 from sglang_lazy.serving.usage import usage_of
 

@@ -69,10 +69,10 @@ class Calls:
         """Request all `calls`; `what` succeeds if they all return True. A call that raises is logged and fails. After
         one that failed, the request's others are not made."""
         calls = list(calls)
-        request = _Request(what, len(calls))
+        asked = _Request(what, len(calls))
         with self._lock:
-            self._requests.append(request)
-            self._queue += [(call, request) for call in calls]
+            self._requests.append(asked)
+            self._queue += [(call, asked) for call in calls]
             self._work_came.notify(len(calls))
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Calls:
 
     def outcomes(self) -> list[int]:
         """Of the requests whose results have not been taken, in the order in which they were made."""
-        return [request.outcome for request in self._requests]
+        return [asked.outcome for asked in self._requests]
 
     def take(self, outcomes: Sequence[int]) -> list[Ended]:
         """Take the results of the requests that are not pending according to `outcomes`, which is like `outcomes()`."""
@@ -102,8 +102,8 @@ class Calls:
             ]
             self._num_ended -= len(taken)
         return [
-            Ended(request.what, outcome == Outcome.SUCCEEDED, max(0.0, request.ended - request.begun))
-            for request, outcome in taken
+            Ended(asked.what, outcome == Outcome.SUCCEEDED, max(0.0, asked.ended - asked.begun))
+            for asked, outcome in taken
         ]
 
     def cancel(self) -> None:
@@ -114,17 +114,17 @@ class Calls:
     def abandon(self, whats: Sequence[Any]) -> None:
         """Make no more calls of these requests, and replace the threads that are making one: nobody waits for them."""
         with self._lock:
-            for request in self._requests:
-                if request.what in whats:
-                    request.abandoned = True
-            self._cancel(lambda request: request.abandoned)
-            self._replace([thread for thread, (request, _) in self._running.items() if request.abandoned])
+            for asked in self._requests:
+                if asked.what in whats:
+                    asked.abandoned = True
+            self._cancel(lambda asked: asked.abandoned)
+            self._replace([thread for thread, (asked, _) in self._running.items() if asked.abandoned])
 
     @property
     def can_run(self) -> bool:
         """Whether a thread is left that makes no call of an abandoned request."""
         with self._lock:
-            return sum(request.abandoned for request, _ in self._running.values()) < self._num_threads
+            return sum(asked.abandoned for asked, _ in self._running.values()) < self._num_threads
 
     def relieve(self, limit: float) -> None:
         """Replace the threads whose calls have been running for `limit` seconds."""
@@ -135,9 +135,9 @@ class Calls:
     def drop(self) -> list[Any]:
         """Forget all requests; returns what they were for. Threads that are making calls are replaced."""
         with self._lock:
-            dropped = [request.what for request in self._requests]
-            for request in self._requests:
-                request.dropped = True
+            dropped = [asked.what for asked in self._requests]
+            for asked in self._requests:
+                asked.dropped = True
             self._requests, self._num_ended, self._num_stuck = [], 0, 0
             self._queue.clear()
             for _ in range(len(self._running)):
@@ -153,7 +153,7 @@ class Calls:
         """
         with self._lock:
             while True:
-                if not all(request.succeeded for request in self._requests):
+                if not all(asked.succeeded for asked in self._requests):
                     self._cancel(lambda _request: True)
                 now = time.monotonic()
                 waits = [begun + patience - now for _, begun in self._running.values() if begun + patience > now]
@@ -179,29 +179,29 @@ class Calls:
                     if self._stopped:
                         return
                     self._work_came.wait()
-                call, request = self._begin()
-            if not self._make(call, request):
+                call, asked = self._begin()
+            if not self._make(call, asked):
                 return
 
     def _begin(self) -> tuple[Callable[[], bool], _Request]:
-        call, request = self._queue.popleft()
+        call, asked = self._queue.popleft()
         begun = time.monotonic()
-        request.begun = min(request.begun, begun)
-        self._running[threading.get_ident()] = request, begun
-        return call, request
+        asked.begun = min(asked.begun, begun)
+        self._running[threading.get_ident()] = asked, begun
+        return call, asked
 
-    def _make(self, call: Callable[[], bool], request: _Request) -> bool:
+    def _make(self, call: Callable[[], bool], asked: _Request) -> bool:
         """Returns False if the thread has been replaced."""
         try:
-            succeeded = request.succeeded and call()
+            succeeded = asked.succeeded and call()
         except Exception:  # the server must survive any error of the backend
             logger.exception("sglang-lazy: the storage backend failed")
             succeeded = False
         with self._lock:
             replaced = self._running.pop(threading.get_ident(), None) is None
             self._num_stuck = max(0, self._num_stuck - replaced)
-            request.ended = time.monotonic()
-            self._end_call(request, succeeded)
+            asked.ended = time.monotonic()
+            self._end_call(asked, succeeded)
         return not replaced
 
     # With the lock
@@ -215,15 +215,15 @@ class Calls:
 
     def _cancel(self, which: Callable[[_Request], bool]) -> None:
         kept = collections.deque[tuple[Callable[[], bool], _Request]]()
-        for call, request in self._queue:
-            if which(request):
-                self._end_call(request, False)
+        for call, asked in self._queue:
+            if which(asked):
+                self._end_call(asked, False)
             else:
-                kept.append((call, request))
+                kept.append((call, asked))
         self._queue = kept
 
-    def _end_call(self, request: _Request, succeeded: bool) -> None:
-        request.succeeded = request.succeeded and succeeded
-        request.num_left -= 1
-        self._num_ended += request.num_left == 0 and not request.dropped
+    def _end_call(self, asked: _Request, succeeded: bool) -> None:
+        asked.succeeded = asked.succeeded and succeeded
+        asked.num_left -= 1
+        self._num_ended += asked.num_left == 0 and not asked.dropped
         self._call_ended.notify_all()

@@ -9,7 +9,7 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ import xxhash
 
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.cache.backends import TensorBackend
-from sglang_lazy.port.cache.calls import Calls
+from sglang_lazy.storage.calls import Calls
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,32 @@ class Gate:
             self._left.wait_for(lambda: not self._num_inside)
 
 
+class Backend(Protocol):
+    """Keeps objects, uint8 tensors of any length."""
+
+    @property
+    def name(self) -> str: ...
+
+    def new_memory(self, num_bytes: int) -> torch.Tensor:
+        """Allocate a uint8 buffer for `put` and `get`, to be used for as long as it lives."""
+
+    def put(self, key: str, stored: torch.Tensor) -> bool:
+        """Store an object. Returns whether that succeeded."""
+
+    def get(self, key: str, stored: torch.Tensor) -> bool:
+        """Read an object into `stored`. Returns whether it was found."""
+
+    @property
+    def can_clear(self) -> bool:
+        """Whether `clear` deletes anything."""
+
+    def clear(self) -> bool:
+        """Delete all objects, and whatever else is in the same place. Returns whether that succeeded."""
+
+    def close(self) -> None:
+        """It is not used any more."""
+
+
 class ChunkObjects:
     """Moves chunks between the host's memory and a backend. `written` and `read` hold the requests.
 
@@ -69,7 +94,7 @@ class ChunkObjects:
     before each call, since everything between calls needs the GIL.
     """
 
-    def __init__(self, backend: TensorBackend, memory: HostMemory):
+    def __init__(self, backend: Backend, memory: HostMemory):
         self.backend = backend
         self.written, self.read = self._new_calls(LazyConfig.current().storage_writers), self._new_calls(NUM_READERS)
         self._writes, self._reads = Gate(), Gate()

@@ -20,9 +20,9 @@ from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.cache.calls import Calls, Ended
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-from sglang_lazy.port.cache.tier_report import StorageReport
+from sglang_lazy.storage.calls import Calls, Ended
+from sglang_lazy.storage.chunk_objects import ChunkObjects
+from sglang_lazy.storage.report import StorageReport
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ChunkStorage(HostWatcher):
         clock: Callable[[], float] = time.monotonic,
     ):
         self.objects: ChunkObjects | None = objects
-        self.name = type(objects.backend.backend).__name__
+        self.name = objects.backend.name
         self.report, self.patience, self.clock = report, patience, clock
         self._store, self._host, self._identity, self._agree = store, host, identity, agree
         self._identified: dict[str | None, bytes | None] = {}
@@ -120,8 +120,7 @@ class ChunkStorage(HostWatcher):
         self._settle(objects)
         self.objects = None
         objects.stop()
-        if hasattr(objects.backend.backend, "close"):
-            objects.backend.backend.close()
+        objects.backend.close()
 
     def clear(self) -> bool:
         """Delete all that is in storage; returns whether that succeeded on all ranks. Reads in progress find nothing.

@@ -4,15 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.observability.metrics_collector import (
-    STAT_LOGGER_ROLE_STORAGE,
-    RadixCacheMetricsCollector,
-    StorageMetrics,
-    StorageMetricsCollector,
-    resolve_collector_class,
-)
-
 from sglang_lazy.cache.host_copy import HostWatcher
 from sglang_lazy.cache.node import Node
 
@@ -33,27 +24,21 @@ WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 class HostReport(HostWatcher):
     """Counts of tokens since the start, of a host tier that it watches.
 
-    collector: SGLang's, of its cache's metrics; None if metrics are off.
+    count_loaded: counts tokens that are copied back.
     counters: by the names in HOST_COUNTERS, empty if metrics are off.
     """
 
-    collector: RadixCacheMetricsCollector | None = None
+    count_loaded: Callable[[int], None] = lambda _num_tokens: None
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_backup_tokens: int = 0
     num_given_up_tokens: int = 0
-
-    @classmethod
-    def measured(cls, collector: RadixCacheMetricsCollector) -> "HostReport":
-        """A report on /metrics, with the labels of SGLang's collector."""
-        return cls(collector, _counters("host", HOST_COUNTERS, collector.labels))
 
     def copied(self, node: Node) -> None:
         self.num_backup_tokens += len(node)
         _count(self.counters, "backup_tokens", len(node))
 
     def loaded(self, node: Node) -> None:
-        if self.collector is not None:
-            self.collector.increment_load_back_num_tokens(len(node), pool=PoolName.KV.value)
+        self.count_loaded(len(node))
 
     def gave_up(self, num_tokens: int) -> None:
         self.num_given_up_tokens += num_tokens
@@ -69,13 +54,14 @@ class StorageReport:
     """Counts of chunks since the start.
 
     token_size: bytes per token.
-    collector: SGLang's, of storage metrics; None if metrics are off.
+    log_stored, log_fetched: take the tokens of a chunk and the speed of its copy in GB/s.
     counters: by the names in COUNTERS, empty if metrics are off.
     waits: observes the seconds from the request to the end of each fetch.
     """
 
     token_size: int
-    collector: StorageMetricsCollector | None = None
+    log_stored: Callable[[int, float], None] = lambda _num_tokens, _speed: None
+    log_fetched: Callable[[int, float], None] = lambda _num_tokens, _speed: None
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     waits: Callable[[float], None] = lambda _seconds: None
     num_stored: int = 0
@@ -87,10 +73,7 @@ class StorageReport:
     def stored(self, num_tokens: int, seconds: float) -> None:
         """A chunk has been written in `seconds`."""
         self.num_stored += 1
-        if self.collector is not None:
-            self.collector.log_backuped_tokens(num_tokens)
-            speed = self._speed(num_tokens, seconds)
-            self.collector.log_storage_metrics(StorageMetrics(backup_pgs=[num_tokens], backup_bandwidth=[speed]))
+        self.log_stored(num_tokens, self._speed(num_tokens, seconds))
 
     def unstored(self, count: int = 1) -> None:
         """Chunks have not been written, and will not be."""
@@ -101,10 +84,7 @@ class StorageReport:
         """A chunk has been read in `seconds`, and `wait` seconds after the request for it."""
         self.num_fetched += 1
         self.waits(wait)
-        if self.collector is not None:
-            self.collector.log_prefetched_tokens(num_tokens)
-            speed = self._speed(num_tokens, seconds)
-            self.collector.log_storage_metrics(StorageMetrics(prefetch_pgs=[num_tokens], prefetch_bandwidth=[speed]))
+        self.log_fetched(num_tokens, self._speed(num_tokens, seconds))
 
     def missed(self, wait: float) -> None:
         """A chunk was not in storage, which took `wait` seconds to find out."""
@@ -135,18 +115,9 @@ def _numbers(report: Any) -> dict[str, int]:
     return {name.removeprefix("num_"): value for name, value in vars(report).items() if name.startswith("num_")}
 
 
-def measured(token_size: int, labels: Mapping[str, Any]) -> StorageReport:
-    """A report on /metrics, with these labels."""
-    from prometheus_client import Histogram  # not before SGLang has set up its directory of metrics
-
-    collector = resolve_collector_class(STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))
-    text = "seconds from asking storage for a chunk to its answer"
-    waits = Histogram("sglang_lazy:storage_fetch_seconds", text, list(labels), buckets=WAITS).labels(**labels)
-    return StorageReport(token_size, collector, _counters("storage", COUNTERS, labels), waits.observe)
-
-
-def _counters(tier: str, counters: Mapping[str, str], labels: Mapping[str, Any]) -> dict[str, Any]:
-    from prometheus_client import Counter
+def counters_of(tier: str, counters: Mapping[str, str], labels: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters of a tier on /metrics, by name."""
+    from prometheus_client import Counter  # not before SGLang has set up its directory of metrics
 
     return {
         name: Counter(f"sglang_lazy:{tier}_{name}_total", text, list(labels)).labels(**labels)

@@ -1,0 +1,1 @@
+"""Storage below the host tier: chunks as objects, whatever backend keeps them."""
