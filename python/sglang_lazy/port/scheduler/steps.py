@@ -229,6 +229,9 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     if table is None:
         return
     batch.tree_cache.admission.put_back()
+    rows = [req.kv.req_pool_idx for req in batch.reqs]
+    if table.linked_rows.isdisjoint(rows) and all(lazy_state(req) is None for req in batch.reqs):
+        return  # prompts without chunks, in rows that had none
     batch.tree_cache.admission.launch(batch)
     states = {req.kv.req_pool_idx: linked(req) for req in batch.reqs}
     chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
