@@ -72,6 +72,8 @@ def attend(
 
     visible: bool [n_q, n].  Returns [n_q, num_qo_heads, head_dim] in the type of keys and values.
     """
+    if not keys.shape[1]:  # PyTorch would give what is in q
+        return keys.new_zeros(q.shape)
     if logit_cap is not None:
         weights = masked_scores(q, keys, visible, sm_scale, logit_cap).softmax(-1)
         weights = weights.masked_fill(~visible[:, None], 0.0)  # NaN where nothing is visible

@@ -68,11 +68,16 @@ def headers(*salts):
     return Headers(raw=[(b"x-cache-salt", salt.encode("latin-1")) for salt in salts])
 
 
+def request_to(path, *salts):
+    """An HTTP request with this header."""
+    return types.SimpleNamespace(url=types.SimpleNamespace(path=path), headers=headers(*salts))
+
+
 def test_the_header_holds_on_every_route():
     def salted(*salts, **fields):
         obj = GenerateReqInput(**{"text": "Who?", **fields})
         obj.normalize_batch_and_arguments()
-        take_salt(None, obj, types.SimpleNamespace(headers=headers(*salts)))
+        take_salt(None, obj, request_to("/generate", *salts))
         return obj.cache_salt
 
     assert salted("a") == salted("a", cache_salt="a") == salted(cache_salt="a") == "a" and salted() is None
@@ -84,6 +89,15 @@ def test_the_header_holds_on_every_route():
             salted("a", **fields)
     with pytest.raises(ValueError, match="X-Cache-Salt is given twice"):
         salted("a", "a")
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/behind/a/proxy/health"])
+def test_a_health_check_has_no_tenant(path):
+    """Nor can a header make it fail."""
+    obj = GenerateReqInput(input_ids=[0])
+    obj.normalize_batch_and_arguments()
+    take_salt(None, obj, request_to(path, "a", "\xe9"))
+    assert obj.cache_salt is None
 
 
 def test_an_engines_requests_have_no_headers():

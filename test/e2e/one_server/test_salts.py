@@ -74,3 +74,8 @@ def test_the_header_holds_on_routes_that_report_nothing(server):
     assert answer.status_code == 200, answer.text
     assert cached(server, "/generate", f"{name}0") <= 1
     assert cached(server, "/generate", name) > 20
+
+
+def test_a_bad_header_does_not_make_a_server_unhealthy(server):
+    for headers in ({"X-Cache-Salt": "\xe9".encode("latin-1")}, {"X-Cache-Salt": ""}):
+        assert requests.get(server + "/health_generate", headers=headers, timeout=60).status_code == 200

@@ -175,9 +175,6 @@ class CompositeCache:
                 req.kv.cache_protected_len = up_to
         elif fill_of(req) is None:
             self.plain.checkpoint(req, up_to=up_to, **more)
-            if self.plain.supports_prefix_sharing():
-                tokens = req.full_untruncated_fill_ids[:up_to]
-                self.room.mirror.touch(tokens, (req.extra_key, req.cache_salt), next(self._clock))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         if (state := linked(req)) is not None:
@@ -189,6 +186,9 @@ class CompositeCache:
             self.admission.end(req, done=fill.published)
         else:
             self.plain.on_release(req, checkpointed=checkpointed)
+            if self.supports_prefix_sharing():  # what it has put into the tree can be evicted from now on
+                tokens = req.full_untruncated_fill_ids[: req.kv.cache_protected_len]
+                self.room.mirror.touch(tokens, (req.extra_key, req.cache_salt), next(self._clock))
 
     # Nodes
 

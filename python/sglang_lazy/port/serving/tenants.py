@@ -11,10 +11,16 @@ KEY_END = "/"
 computed from their names and paths, and without an end a key of that id would be the adapter's own namespace."""
 
 
+HEALTH_ROUTES = ("/health", "/health_generate")
+
+
 def take_salt(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
     """Before `TokenizerManager._init_req_state`, to which every route's requests come: apply the header's salt, on
-    routes of SGLang's that know none as well."""
-    if request is None or not hasattr(obj, "cache_salt"):
+    routes of SGLang's that know none as well.
+
+    Not to a health check, whose prompt is SGLang's own: a bad header would have the server reported as unhealthy.
+    """
+    if request is None or not hasattr(obj, "cache_salt") or request.url.path.endswith(HEALTH_ROUTES):
         return
     salt = salt_of(obj.cache_salt, request.headers)
     is_one = obj.is_single or salt is None or isinstance(salt, list)
