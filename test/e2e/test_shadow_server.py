@@ -109,8 +109,11 @@ def test_which_answers_are_shadowed(shadowing):
 
 
 def test_users_and_operators_come_first(shadowing, tiny_model):
-    """While a shadow runs, requests are answered as usual, and calls that need an idle server succeed."""
-    long = {"segments": SEGMENTS, "link": "block", "sampling_params": {**GREEDY, "max_new_tokens": 600}}
+    """While a shadow runs, requests are answered as usual, and calls that need an idle server succeed.
+
+    The shadow is long enough to be running still when the call arrives, on a busy machine, too.
+    """
+    long = {"segments": SEGMENTS, "link": "block", "sampling_params": {**GREEDY, "max_new_tokens": 1500}}
     expected = generate(shadowing, segments=SEGMENTS)["output_ids"]
     before = shadows(shadowing)
     answer = generate(shadowing, **long)["output_ids"]
