@@ -57,6 +57,14 @@ _Stock = hooked(sglang_scheduler.Scheduler, hooks, internal, lora, memory)
 _NOTHING = types.SimpleNamespace
 
 
+def _ignored(*_args: Any, **_options: Any) -> None:
+    """Stands in for what does nothing here."""
+
+
+def _same(batch: Any, **_options: Any) -> Any:
+    return batch
+
+
 class Scheduler(_Stock):
     """SGLang's scheduler over `pools`, with hooks and admission.
 
@@ -105,7 +113,6 @@ class Scheduler(_Stock):
 
     def _set_stock(self, overlap: bool, prioritizes: bool) -> None:
         """What SGLang's methods read of a scheduler: nothing of it is in use, unless an option says so."""
-        ignored = lambda *_args, **_options: None  # noqa: E731
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
         self.chunked_req, self._pending_chunked_abort_req = None, None
@@ -117,7 +124,7 @@ class Scheduler(_Stock):
         self.max_prefill_tokens, self.max_prefill_bs, self.page_size, self.truncation_align_size = 1 << 30, 0, 1, None
         self.processed_tokens_counter = self.forward_ct = self.prefill_decode_interval = 0
         self._prefill_decode_interval_remaining, self._engine_paused = 0, False
-        self.new_token_ratio_tracker = _NOTHING(current=1.0, decay_step=ignored)
+        self.new_token_ratio_tracker = _NOTHING(current=1.0, decay_step=_ignored)
         self.disaggregation_mode, self.spec_algorithm = DisaggregationMode.NULL, SpeculativeAlgorithm.NONE
         self.enable_hierarchical_cache, self.is_hybrid_swa = self.pools.has_tiers, self.pools.window > 0
         self.enable_lmcache = self.enable_unified_cache_external_linker = False
@@ -129,11 +136,10 @@ class Scheduler(_Stock):
         self.enable_lora = self.enable_lora_overlap_loading = True
         self.lora_overlap_loader = _NOTHING(try_overlap_load_lora=self._adapter_fits)
         self.dllm_manager = _NOTHING(any_staging_reqs=lambda: False)
-        self.grammar_manager = _NOTHING(grammar_queue=[], has_waiting_grammars=ignored, clear=ignored)
-        self.beam_coordinator = _NOTHING(pending_member_rows=lambda _batch: 0, retire_group=ignored)
-        same = lambda batch, **_options: batch  # noqa: E731
-        self.dp_attn_adapter = _NOTHING(maybe_prepare_mlp_sync_batch=same, maybe_convert_decode_to_extend=same)
-        self.ngram_embedding_manager = _NOTHING(prepare_for_forward=same)
+        self.grammar_manager = _NOTHING(grammar_queue=[], has_waiting_grammars=_ignored, clear=_ignored)
+        self.beam_coordinator = _NOTHING(pending_member_rows=lambda _batch: 0, retire_group=_ignored)
+        self.dp_attn_adapter = _NOTHING(maybe_prepare_mlp_sync_batch=_same, maybe_convert_decode_to_extend=_same)
+        self.ngram_embedding_manager = _NOTHING(prepare_for_forward=_same)
         self.load_inquirer = _NOTHING(_get_num_pending_tokens=lambda **_options: 0)
         self.metrics_reporter = _NOTHING(
             enable_metrics=False,
@@ -141,14 +147,14 @@ class Scheduler(_Stock):
             is_stats_logging_rank=False,
             num_generated_tokens=0,
             forward_ct_decode=0,
-            report_prefill_stats=ignored,
-            report_decode_stats=ignored,
-            reset_metrics=ignored,
+            report_prefill_stats=_ignored,
+            report_decode_stats=_ignored,
+            reset_metrics=_ignored,
         )
-        self.kv_events_publisher = _NOTHING(publish_kv_events=ignored)
+        self.kv_events_publisher = _NOTHING(publish_kv_events=_ignored)
         runner = _NOTHING(attn_backend=None, prefill_aware_swa=False)
         self.tp_worker = _NOTHING(model_runner=runner)
-        self.output_streamer = _NOTHING(stream_output=ignored)
+        self.output_streamer = _NOTHING(stream_output=_ignored)
         self.batch_result_processor = SchedulerBatchResultProcessor(
             is_generation=True,
             disaggregation_mode=self.disaggregation_mode,
@@ -167,7 +173,7 @@ class Scheduler(_Stock):
             logprob_result_processor=None,
             output_streamer=self.output_streamer,
             beam_coordinator=self.beam_coordinator,
-            abort_request=ignored,
+            abort_request=_ignored,
         )
 
     @property

@@ -85,7 +85,7 @@ def serve(tmp_path):
     command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-type", "lazy-here"]
 
     def serve(*flags):
-        log = open(tmp_path / "server.log", "w+")  # noqa: SIM115 (as long as the process)
+        log = open(tmp_path / "server.log", "w+")  # noqa: SIM115 (open as long as the process)
         return subprocess.Popen([*command, *flags], stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}), log
 
     return serve

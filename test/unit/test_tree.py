@@ -303,7 +303,8 @@ def test_a_leaf_without_its_window_leaves_and_what_follows_cannot_be_read():
             self.nodes.append(node)
 
     slots = Slots(40, num_windows=40)
-    tree = RadixTree(slots, ORDERS["lru"], watcher=(watcher := Gone()))
+    tree = RadixTree(slots, ORDERS["lru"])
+    tree.watcher = watcher = Gone()
     windows = Windows(tree, WindowPool(slots))
     tree.parts = (windows,)
     chunk = NAMESPACES[2]

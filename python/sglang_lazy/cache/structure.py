@@ -33,7 +33,7 @@ class Structure:
 
     order: of eviction, one of `ORDERS`.
     clock: yields growing numbers; trees whose ages are compared share one.
-    parts: the components, set once at start.
+    parts, watcher: the components, and who is told what leaves; set once at start.
     num_evictable: tokens on the device.
     """
 
@@ -42,9 +42,8 @@ class Structure:
         allocator: Allocator,
         order: Order,
         clock: Iterator[int] | None = None,
-        watcher: Watcher | None = None,
     ):
-        self.allocator, self.watcher = allocator, watcher or Watcher()
+        self.allocator, self.watcher = allocator, Watcher()
         self.parts: tuple[Part, ...] = ()
         self._order, self._clock = order, clock or itertools.count(1)
         self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)

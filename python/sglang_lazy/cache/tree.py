@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_lazy.cache.node import Node, Order
-from sglang_lazy.cache.parts import Watcher
 from sglang_lazy.cache.structure import Allocator, Structure
 
 
@@ -37,16 +36,9 @@ class RadixTree(Structure):
     num_evictable, num_locked: tokens on the device.  num_locks: locks held, counted where they were taken.
     """
 
-    def __init__(
-        self,
-        allocator: Allocator,
-        order: Order,
-        clock: Iterator[int] | None = None,
-        watcher: Watcher | None = None,
-        release_lock: Callable[[], bool] = lambda: False,
-    ):
-        super().__init__(allocator, order, clock, watcher)
-        self.release_lock = release_lock
+    def __init__(self, allocator: Allocator, order: Order, clock: Iterator[int] | None = None):
+        super().__init__(allocator, order, clock)
+        self.release_lock: Callable[[], bool] = lambda: False
         self.num_locked = self.num_locks = 0
 
     def reset(self) -> None:

@@ -7,6 +7,8 @@ from sglang_lazy.core.state import RowNodes
 
 
 class Requests(Protocol):
+    """Reads and changes the requests of one scheduler."""
+
     def rid(self, req: Any) -> str: ...
 
     def prompt(self, req: Any) -> array:

@@ -105,6 +105,7 @@ class CompositeCache:
         else:
             setattr(self.plain, name, value)
 
+    # mypy does not let a property stand for `__class__`, by which `isinstance` sees SGLang's.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self.plain)
