@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import pytest
 import torch
 
 from oracle.policies import (
@@ -21,10 +20,6 @@ from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 4
 PREAMBLE = "These lines stand alone."
-SYNCHRONIZES = pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="there is no GPU to synchronize, as SGLang does wherever PyTorch is built for one",
-)
 ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
 TWO_RANKS = {} if torch.cuda.is_available() else ON_CPU
 """Environment variables of servers and engines with two ranks."""

@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from http_prompts import ids
-from served import SYNCHRONIZES
 
-from fakes import leftovers
+from fakes import leftovers, no_gpu_to_wait_for
 from oracle.adapters import random_adapter
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
@@ -93,8 +92,9 @@ def server(request, tiny_model, tmp_path_factory, with_plugin):
     flags = ["--model-path", tiny_model, "--max-total-tokens", "3000", "--chunked-prefill-size", str(PIECE), *flags]
     flags += ["--max-running-requests", str(places), "--lazy-preamble", "These lines stand alone."]
     flags += ["--max-queued-requests", "12", "--max-loras-per-batch", "2", "--lora-paths", *adapters, *device_flags()]
-    with with_plugin(leftovers.load), running_server(flags, folder / "server.log") as url:
-        yield Server(url, places, folder / "server.log")
+    log = folder / "server.log"
+    with with_plugin(leftovers.load), with_plugin(no_gpu_to_wait_for.load), running_server(flags, log) as url:
+        yield Server(url, places, log)
 
 
 class Stream:
@@ -156,9 +156,7 @@ def test_a_prompt_that_leaves_takes_its_fill_or_probe_along(server, link, way):
     stream.read()
 
 
-@pytest.mark.parametrize(
-    "call", ["/update_weights_from_disk", pytest.param("/release_memory_occupation", marks=SYNCHRONIZES)]
-)
+@pytest.mark.parametrize("call", ["/update_weights_from_disk", "/release_memory_occupation"])
 def test_weights_and_memory_after_an_abort(server, call, tiny_model):
     """Both need a server without requests, and end one that has any."""
     with server.slowly():

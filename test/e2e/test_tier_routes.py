@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import requests
-from served import SYNCHRONIZES
 from stored import TIERS, Server, prompt_of
 
+from fakes import no_gpu_to_wait_for
 from oracle.block_mask import Oracle
 from oracle.scenarios import Dice
 from sglang_lazy.testing import device_flags, running_server
@@ -42,8 +42,9 @@ def managed(tiny_model, tmp_path, *flags):
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
-    with managed(tiny_model, tmp_path_factory.mktemp("tiers"), *TIERS, "--hicache-storage-backend", "file") as server:
+def server(tiny_model, tmp_path_factory, with_plugin):
+    flags = [*TIERS, "--hicache-storage-backend", "file"]
+    with with_plugin(no_gpu_to_wait_for.load), managed(tiny_model, tmp_path_factory.mktemp("tiers"), *flags) as server:
         yield server
 
 
@@ -89,7 +90,6 @@ def test_internal_state_has_no_flags_of_tiers(server):
     assert refused(server.manage("POST", "/set_internal_state", json=body), "nothing was changed")
 
 
-@SYNCHRONIZES
 def test_memory_that_is_released_is_flushed(server, prompts):
     """Chunks come back from storage."""
     assert server.manage("POST", "/release_memory_occupation", json={}).status_code == 200

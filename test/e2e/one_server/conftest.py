@@ -2,6 +2,7 @@
 
 import pytest
 
+from fakes import no_gpu_to_wait_for
 from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
 
 
@@ -30,9 +31,9 @@ def server_log(tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
-def server(server_flags, server_log):
+def server(server_flags, server_log, with_plugin):
     """URL of a server with chunk reuse, started as users start it."""
-    with running_server(server_flags, server_log, as_command=True) as url:
+    with with_plugin(no_gpu_to_wait_for.load), running_server(server_flags, server_log, as_command=True) as url:
         yield url
 
 
