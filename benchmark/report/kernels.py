@@ -1,4 +1,4 @@
-"""Tables of `python -m sgl_kernel_lazy.bench`."""
+"""Tables of `python -m benchmark.kernels`."""
 
 import collections
 import json

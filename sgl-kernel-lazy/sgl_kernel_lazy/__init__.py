@@ -10,7 +10,6 @@ __version__ = "0.1.0"
 IMPLEMENTATIONS = {
     "torch": "sgl_kernel_lazy.torch_impl",
     "cuda": "sgl_kernel_lazy.cuda",
-    "flashinfer": "sgl_kernel_lazy.flashinfer_impl",
     "triton": "sgl_kernel_lazy.triton",
 }
 

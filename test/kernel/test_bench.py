@@ -8,14 +8,14 @@ import pytest
 import torch
 from ragged import DEVICE
 
+from benchmark.kernels import copies, report, timing, verify
+from benchmark.kernels.__main__ import main, parse
+from benchmark.kernels.baseline import Baseline
+from benchmark.kernels.candidates import Link
+from benchmark.kernels.problem import Dims, build
+from benchmark.kernels.shapes import FAMILIES, SHARED, shapes
+from benchmark.kernels.window_rows import WindowRows
 from sgl_kernel_lazy import torch_impl
-from sgl_kernel_lazy.bench import copies, report, timing, verify
-from sgl_kernel_lazy.bench.__main__ import main, parse
-from sgl_kernel_lazy.bench.baseline import Baseline
-from sgl_kernel_lazy.bench.candidates import Link
-from sgl_kernel_lazy.bench.problem import Dims, build
-from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, shapes
-from sgl_kernel_lazy.bench.window_rows import WindowRows
 
 CPU = torch.device("cpu")
 without_gpu = pytest.mark.skipif(DEVICE != "cpu", reason="tiny shapes are for machines without a GPU")

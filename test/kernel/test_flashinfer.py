@@ -12,8 +12,8 @@ from ragged import DEVICE, NAN, add_sinks, cap, check, naive, random_batch, rela
 
 pytest.importorskip("flashinfer")
 
-from sgl_kernel_lazy import flashinfer_impl
-from sgl_kernel_lazy.flashinfer_impl import common
+from benchmark.kernels import flashinfer
+from benchmark.kernels.flashinfer import common
 
 ops = pytest.mark.parametrize("op", ["decode", "extend"])
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="FlashInfer's kernels need a GPU")
@@ -54,7 +54,7 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch):
     for name in ("link_decode", "link_extend"):
-        module = importlib.import_module(f"sgl_kernel_lazy.flashinfer_impl.{name}")
+        module = importlib.import_module(f"benchmark.kernels.flashinfer.{name}")
         monkeypatch.setattr(module, "Kernel", StandIn)
         monkeypatch.setattr(module, "check_supported", lambda *given: None)
 
@@ -69,7 +69,7 @@ def test_items_and_merge(stand_in, op, case):
         pytest.skip("the kernels themselves run on a GPU")
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, shape, layout)
-    out, lse = run(op, flashinfer_impl, batch)
+    out, lse = run(op, flashinfer, batch)
     exact, exact_lse = naive(op, batch, torch.float64)
     assert relative_error(out, exact) <= 1e-5
     assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
@@ -84,7 +84,7 @@ def test_cases(op, dtype, case):
     seed, shape, layout = CASES[case]
     if shape.head_dim not in common.HEAD_DIMS:
         pytest.skip(f"FlashInfer's kernels are compiled for head_dim {common.HEAD_DIMS}")
-    check(op, flashinfer_impl, random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+    check(op, flashinfer, random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
 
 
 @on_gpu
@@ -97,7 +97,7 @@ def test_long_rows(op, head_dim, dtype, seed):
         CASES["ragged"][1], num_qo_heads=32, num_kv_heads=8, head_dim=head_dim, rotary_dim=head_dim, dtype=dtype,
         max_chunk_len=700, max_segments=9, max_text_len=300, max_position=16384,
     )  # fmt: skip
-    check(op, flashinfer_impl, random_batch(seed, shape))
+    check(op, flashinfer, random_batch(seed, shape))
 
 
 @on_gpu
@@ -111,19 +111,19 @@ def test_graph_replay_follows_the_plan():
         static[key] = tensor.new_zeros(size, dtype=torch.int32 if key == "kv_indices" else tensor.dtype)
     names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
     sizes = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
-    workspace = flashinfer_impl.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
+    workspace = flashinfer.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
     sizes["segment_ids"] = torch.full_like(static["segment_ends"], -1)
-    flashinfer_impl.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
-    flashinfer_impl.link_decode(**static, **options)
+    flashinfer.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+    flashinfer.link_decode(**static, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        flashinfer_impl.link_decode(**static, **options)
+        flashinfer.link_decode(**static, **options)
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
-        flashinfer_impl.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+        flashinfer.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
         graph.replay()
         exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
         assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)
@@ -134,7 +134,7 @@ def test_an_unsupported_type_is_named(op):
     with pytest.raises(
         ValueError, match=f"^link_{op}: expected queries in torch.float16 or torch.bfloat16, got torch.float32"
     ):
-        run(op, flashinfer_impl, random_batch(0))
+        run(op, flashinfer, random_batch(0))
 
 
 @ops
@@ -142,4 +142,4 @@ def test_an_unsupported_type_is_named(op):
 def test_sinks_and_caps_are_refused(op, change):
     batch = change(random_batch(0, dataclasses.replace(CASES["ragged"][1], dtype=torch.bfloat16)))
     with pytest.raises(ValueError, match=f"^link_{op}: expected neither windows nor sinks nor logit caps"):
-        run(op, flashinfer_impl, batch)
+        run(op, flashinfer, batch)

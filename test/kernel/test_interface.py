@@ -13,6 +13,7 @@ import torch
 from ragged import NAN, random_batch, run
 
 import sgl_kernel_lazy
+from benchmark.kernels.candidates import implementation
 from sgl_kernel_lazy import get_implementation
 
 HERE = pathlib.Path(__file__).parent
@@ -40,26 +41,27 @@ OPS = (
     "accumulate_attention", "copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode",
     "unsupported", "window_rows",
 )  # fmt: skip
-# Further arguments of an implementation, by keyword and with a default.
-EXTRAS = {("flashinfer", "link_extend"): {"plan"}}
+
+
+def parameters(implementation, op):
+    return {p.name: (p.kind, p.default) for p in inspect.signature(getattr(implementation, op)).parameters.values()}
 
 
 @pytest.mark.parametrize("name", [name for name in sgl_kernel_lazy.IMPLEMENTATIONS if name != "torch"])
 @pytest.mark.parametrize("op", OPS)
 def test_all_implementations_have_one_interface(name, op):
-    if name == "flashinfer":
-        pytest.importorskip("flashinfer")
-    expected, actual = (
-        {
-            p.name: (p.kind, p.default)
-            for p in inspect.signature(getattr(get_implementation(each), op)).parameters.values()
-        }
-        for each in ("torch", name)
-    )
-    for extra in EXTRAS.get((name, op), ()):
-        kind, default = actual.pop(extra)
-        assert kind is inspect.Parameter.KEYWORD_ONLY and default is None
+    actual, expected = (parameters(get_implementation(each), op) for each in (name, "torch"))
     assert list(actual.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_the_benchmark_compares_with_has_it_too(op):
+    """`link_extend` takes a plan, by keyword and with a default."""
+    pytest.importorskip("flashinfer")
+    actual = parameters(implementation("flashinfer"), op)
+    if op == "link_extend":
+        assert actual.pop("plan") == (inspect.Parameter.KEYWORD_ONLY, None)
+    assert list(actual.items()) == list(parameters(get_implementation("torch"), op).items())
 
 
 HOPPER = dict(

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from sgl_kernel_lazy.bench.problem import Problem
+from benchmark.kernels.problem import Problem
 from sgl_kernel_lazy.naive import naive_link_extend
 
 Results = dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]

@@ -32,7 +32,7 @@ def header(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any
         driver=smi.get("driver_version"), power_limit=smi.get("power.limit"), max_clock=smi.get("clocks.max.sm"),
         python=sys.version.split()[0], torch=torch.__version__, **versions,
         commit=arguments.commit or _run("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"),
-        seed=arguments.seed, command=" ".join(["python -m sgl_kernel_lazy.bench", *sys.argv[1:]]),
+        seed=arguments.seed, command=" ".join(["python -m benchmark.kernels", *sys.argv[1:]]),
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmark.kernels.flashinfer.common import Kernel, check_supported, merge, rotate
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.flashinfer_impl.common import Kernel, check_supported, merge, rotate
 from sgl_kernel_lazy.triton.common import jit
 from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.bench.problem import Shape
+from benchmark.kernels.problem import Shape
 
 FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads", "windows", "gemma", "ropes", "rows")
 # (chunks, tokens of each, pool, alpha, batch); alpha None: groups of 8 requests use the same chunks.

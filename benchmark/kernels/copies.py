@@ -1,6 +1,6 @@
 """Measure the cost of copying a prompt's chunks and rotating their keys, all layers at once, instead of linking them.
 
-    python -m sgl_kernel_lazy.bench.copies          # on a GPU
+    python -m benchmark.kernels.copies          # on a GPU
 
 Times are milliseconds: of the work on the GPU, and wall time of the call. GB (1e9 bytes) counts reads and writes; the
 header has the bandwidth of a plain copy of device memory. Results are checked against the torch implementation first.
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmark.kernels import report, timing
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
-from sgl_kernel_lazy.bench import report, timing
 
 NUM_KV_HEADS, HEAD_DIM, CHUNK_LEN = 8, 128, 2048
 TOKENS = (2048, 10240, 40960)
@@ -60,7 +60,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m sgl_kernel_lazy.bench.copies",
+        prog="python -m benchmark.kernels.copies",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,9 +2,9 @@
 
 import torch
 
-from sgl_kernel_lazy.flashinfer_impl.common import refusal
-from sgl_kernel_lazy.flashinfer_impl.link_decode import decode_workspace, link_decode, plan_decode
-from sgl_kernel_lazy.flashinfer_impl.link_extend import link_extend, plan_extend
+from benchmark.kernels.flashinfer.common import refusal
+from benchmark.kernels.flashinfer.link_decode import decode_workspace, link_decode, plan_decode
+from benchmark.kernels.flashinfer.link_extend import link_extend, plan_extend
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.window_rows import window_rows

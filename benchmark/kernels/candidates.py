@@ -1,20 +1,30 @@
 """The implementations to measure, with one interface: plan once per step, call once per layer."""
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from sgl_kernel_lazy import get_implementation
-from sgl_kernel_lazy.bench.problem import Problem
+import sgl_kernel_lazy
+from benchmark.kernels.problem import Problem
 
+IMPLEMENTATIONS = (*sgl_kernel_lazy.IMPLEMENTATIONS, "flashinfer")
 # These synchronize with the device or copy from it in every call, which CUDA graphs cannot capture.
 NOT_CAPTURABLE = ("torch",)
 # These take a plan of the batch in link_extend, which is made on the host.
 PLANNED_EXTEND = ("flashinfer",)
 
 
+def implementation(name: str) -> ModuleType:
+    """One of IMPLEMENTATIONS: `sgl_kernel_lazy`'s, or what they are compared with."""
+    if name == "flashinfer":
+        return importlib.import_module("benchmark.kernels.flashinfer")
+    return sgl_kernel_lazy.get_implementation(name)
+
+
 class Link:
-    """An implementation of this package on one problem."""
+    """An implementation on one problem."""
 
     rotated = True
 
@@ -22,7 +32,7 @@ class Link:
     def refusal(name: str, problem: Problem) -> str | None:
         """Why an implementation does not take a problem, or None."""
         dims, shape = problem.dims, problem.shape
-        return get_implementation(name).unsupported(
+        return implementation(name).unsupported(
             dims.device,
             dims.dtype,
             dims.kv_dtype or dims.dtype,
@@ -38,7 +48,7 @@ class Link:
 
     def __init__(self, name: str, problem: Problem):
         self.name, self.problem = name, problem
-        self.ops = get_implementation(name)
+        self.ops = implementation(name)
         self.graph = name not in NOT_CAPTURABLE and problem.dims.device.type == "cuda"
         # A step of the reference takes minutes on a GPU's shapes and tells nothing.
         self.stepped = self.graph or problem.dims.device.type == "cpu"

@@ -114,7 +114,7 @@ def bandwidth(repetitions: int) -> dict[str, float]:
     """GB/s of a large copy, counting bytes read and written, and of reading alone; GB is 1e9 bytes."""
     if not torch.cuda.is_available():
         return {}
-    from sgl_kernel_lazy.bench.read import read
+    from benchmark.kernels.read import read
 
     source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)

@@ -1,7 +1,7 @@
 """Check every implementation on every shape against the formula, then time those that pass.
 
-    python -m sgl_kernel_lazy.bench --out results            # everything, on a GPU
-    python -m sgl_kernel_lazy.bench --shapes decode --implementations triton --quick
+    python -m benchmark.kernels --out results            # everything, on a GPU
+    python -m benchmark.kernels --shapes decode --implementations triton --quick
 
 Columns: p20, p50 and p80 are milliseconds of one layer, from CUDA-graph replays with keys and values cold in L2.
 gb_per_s counts the keys and values that must be read, in 1e9 bytes; of_read and of_copy are its share of the bandwidth
@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
-from sgl_kernel_lazy.bench import report, timing
-from sgl_kernel_lazy.bench.baseline import Baseline, backends
-from sgl_kernel_lazy.bench.candidates import Link
-from sgl_kernel_lazy.bench.problem import Dims, Problem, Shape, build
-from sgl_kernel_lazy.bench.shapes import FAMILIES, shapes
-from sgl_kernel_lazy.bench.verify import Reference, check
-from sgl_kernel_lazy.bench.window_rows import WindowRows
+from benchmark.kernels import report, timing
+from benchmark.kernels.baseline import Baseline, backends
+from benchmark.kernels.candidates import IMPLEMENTATIONS, Link, implementation
+from benchmark.kernels.problem import Dims, Problem, Shape, build
+from benchmark.kernels.shapes import FAMILIES, shapes
+from benchmark.kernels.verify import Reference, check
+from benchmark.kernels.window_rows import WindowRows
 
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -44,7 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return parsed
 
     parser = argparse.ArgumentParser(
-        prog="python -m sgl_kernel_lazy.bench",
+        prog="python -m benchmark.kernels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     implementations = given.implementations or (list(IMPLEMENTATIONS) if device.type == "cuda" else ["torch"])
     for name in list(implementations):
         try:
-            get_implementation(name)
+            implementation(name)
         except ImportError as error:
             implementations.remove(name)
             result["skipped"][name] = str(error)

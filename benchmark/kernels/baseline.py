@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.bench.problem import Problem
+from benchmark.kernels.problem import Problem
 
 PAGE_SIZE = 1
 WORKSPACE_BYTES = 512 << 20

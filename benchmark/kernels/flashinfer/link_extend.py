@@ -6,9 +6,9 @@ import functools
 import numpy
 import torch
 
+from benchmark.kernels.flashinfer.common import Kernel, check_supported, merge, rotate
+from benchmark.kernels.flashinfer.items import cut_items, list_items
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.flashinfer_impl.common import Kernel, check_supported, merge, rotate
-from sgl_kernel_lazy.flashinfer_impl.items import cut_items, list_items
 from sgl_kernel_lazy.validation import check_extend_inputs
 
 # fa3 has tiles of 128 rows of one head, fa2 packs the heads of a group: short items suit fa2.

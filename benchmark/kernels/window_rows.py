@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from sgl_kernel_lazy.bench.candidates import Link
-from sgl_kernel_lazy.bench.problem import Problem
+from benchmark.kernels.candidates import Link
+from benchmark.kernels.problem import Problem
 
 PROMPT_LEN, CHUNKS = 10_240, 20
 

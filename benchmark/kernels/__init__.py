@@ -1,0 +1,1 @@
+"""Benchmark of every implementation against un-rotated attention: `python -m benchmark.kernels`."""

@@ -1,1 +1,0 @@
-"""Benchmark of every implementation against un-rotated attention: `python -m sgl_kernel_lazy.bench`."""
