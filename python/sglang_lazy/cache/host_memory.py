@@ -19,12 +19,12 @@ import torch
 from sgl_kernel_lazy import copy_engine
 from sglang_lazy.cache.host_slots import HostSlots, runs
 
-LOAD_BLOCKS, BACK_UP_BLOCKS = 4, 1
+LOAD_BLOCKS, BACK_UP_BLOCKS = 2, 1
 """Thread blocks that copy scattered slots. Each occupies an SM that concurrent passes could use. Requests wait for
 loads; only eviction may wait for copies to the host."""
-MIN_RUN_BYTES = 1 << 15
+MIN_RUN_BYTES = 1 << 17
 """Of a buffer: shorter runs are copied with the scattered slots, since a copy engine takes a while to begin. Like the
-numbers of blocks, a guess until `benchmark.serving.tier_copies` has run on a GPU."""
+numbers of blocks, chosen on an H200 with `benchmark.serving.tier_copies`."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
