@@ -46,7 +46,7 @@ $(MOONCAKE_READY): $(READY)
 	@touch $@
 
 test-all: $(READY) $(SMG_READY) $(MOONCAKE_READY)
-	$(PYTEST)
+	$(PYTEST) test research/test
 
 lint: $(READY)
 	$(BIN)/ruff check .

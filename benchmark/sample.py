@@ -1,4 +1,4 @@
-"""The examples' data for benchmarks: samples of retrieval questions, and trained models."""
+"""The examples' data for benchmarks: samples of retrieval questions, and a trained model."""
 
 from pathlib import Path
 
@@ -8,8 +8,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SAMPLE = EXAMPLES / "data" / "2wiki_sample.jsonl"
 WORLDS = EXAMPLES / "data" / "worlds_sample.jsonl"
 TRAINED = EXAMPLES / "models" / "tiny-rag"
-STOCK = EXAMPLES / "models" / "leaning-stock"
-COMB = EXAMPLES / "models" / "leaning-comb"
 
 
 def load_sample(path: Path = SAMPLE) -> list[dict]:

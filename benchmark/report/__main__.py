@@ -4,8 +4,7 @@
 
 A page marks a table by `<!-- table KIND SOURCE... -->` and `<!-- end -->`; everything in between is replaced. A source
 is a file or folder beside the page; a folder means every results folder of bench.py below it. `KINDS` lists the kinds,
-with a `kernels-FAMILY` for each family of shapes of the kernel benchmark and a `policies-STUDY` for each study of
-policies.
+with a `kernels-FAMILY` for each family of shapes of the kernel benchmark.
 """
 
 import functools
@@ -19,22 +18,16 @@ from benchmark.report.eviction import eviction
 from benchmark.report.host_time import loaded, metered, references, requests, steps
 from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.many import calls, memory, pieces
-from benchmark.report.mixtures import mixtures
 from benchmark.report.policies import (
     MEANS,
-    STUDIES,
     policies,
     policies_answers,
-    policies_by,
     policies_comb,
     policies_matches,
     policies_means,
-    policies_paired,
 )
-from benchmark.report.remaining import policies_changes, policies_remaining
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
-from benchmark.report.served import policies_margins, policies_served
 from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
 from benchmark.report.tiers import backups, interference, loads, precomputing, transfers
 
@@ -47,29 +40,18 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
         kind.__name__: kind
         for kind in (phases, loads, transfers, backups, eviction, routing, calls, memory, pieces, loaded)
     },
-    **{kind.__name__: kind for kind in (metered, interference, traces, steps, mixtures, precomputing)},
+    **{kind.__name__: kind for kind in (metered, interference, traces, steps, precomputing)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (
             policies,
             policies_answers,
-            policies_changes,
             policies_comb,
-            policies_margins,
             policies_matches,
-            policies_paired,
-            policies_remaining,
-            policies_served,
             policy_costs,
         )
     },
-    **{
-        f"policies-by-{name}": functools.partial(policies_by, kind=kind)
-        for name, kind in (("group", "set"), ("length", "prompt"), ("answer", "gold answer"))
-    },
     **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},
-    **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
-    "policies-answers-weights": functools.partial(policies_answers, study="weights"),
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
     "kernels-rows": window_rows,
 }

@@ -1,44 +1,15 @@
-"""Tables of `python -m benchmark.policies.evaluate`."""
+"""Tables of `python -m research.policies.evaluate`."""
 
-import bisect
 import collections
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from benchmark.policies.report import RESAMPLES, interval, load, paired, relative, row
 from benchmark.report.cells import table
+from benchmark.report.means import RESAMPLES, interval, load, paired, relative, row
 
-STUDIES = {
-    "layers": r"base\+query:ratio=0\.15,layers=.+",
-    "statics": r"(base\+)?static:.+",
-    "preambles": r"base:preamble=\w+",
-    "weights": r"base|packet|trained .+",
-}
-"""The policies of each study, as a pattern."""
-PAIRS = (
-    ("base", "block"),
-    ("base+query:ratio=0.05", "base"),
-    ("base+query:ratio=0.15", "base+query:ratio=0.05"),
-    ("base+query:ratio=0.3", "base+query:ratio=0.15"),
-    ("base+query:ratio=0.15", "query:ratio=0.15"),
-    ("base+query:ratio=0.15", "base+epic:tokens=16"),
-    ("base+query:ratio=0.15", "base+blend:ratio=0.15"),
-    ("base+query:ratio=0.15", "base+static:ratio=0.15"),
-    ("base+query:ratio=0.15,static=0.05", "base+query:ratio=0.15"),
-    ("base+query:ratio=0.15,static=0.05", "base+static:ratio=0.15"),
-    ("base+static:ratio=0.15", "base"),
-    ("base", "epic:tokens=16"),
-)
-
-PARTS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "set": ("group", ()),
-    "prompt": ("prompt_tokens", (0, 1000, 2000, 8192)),
-    "gold answer": ("answer_tokens", (0, 1, 4, 10, 512)),
-}
-"""What prompts are divided by: a key of an evaluation's line, and the edges of its bins, in tokens."""
 MEANS = {"nll": "nll", "kl": "own_kl"}
 """The measures of `policies_means`: the table's name, and the key of an evaluation's line."""
 Prompt = tuple[str, str]
@@ -47,66 +18,19 @@ Lines = dict[str, dict[Prompt, dict]]
 """lines[policy][prompt], as `load` returns them."""
 
 
-def policies(sources: list[Path], study: str = "") -> str:
-    """The share of the gap between `block` and `full` that the policies of a study, or of the main run, close."""
-    lines = common(load(sources), study)
+def policies(sources: list[Path], pattern: str = "") -> str:
+    """The share of the gap between `block` and `full` that policies close: see `common` for which."""
+    lines = common(load(sources), pattern)
     body = []
     for each in (row(policy, lines) for policy in between(lines)):
         body.append([f"`{each['policy']}`", f"{each['share']:.0%}", *map(share(each), ("closed", "own_kl_closed"))])
     return table([f"policy, {len(lines['full']):,} prompts", "recomputed", "NLL gap closed", "own KL closed"], body)
 
 
-def policies_by(sources: list[Path], kind: str) -> str:
-    """The same for the main run by data set, or by length."""
-    lines = common(load(sources))
-    parts = divided(lines["full"], kind)
-    body = []
-    for policy in between(lines):
-        rows = [
-            row(policy, {name: {prompt: of[prompt] for prompt in prompts} for name, of in lines.items()})
-            for prompts in parts.values()
-        ]
-        body.append(
-            [f"`{policy}`", *(share(each)(measure) for measure in ("closed", "own_kl_closed") for each in rows)]
-        )
-    heads = [
-        f"{measure}: {part}, {len(prompts)} prompts" for measure in ("NLL", "own KL") for part, prompts in parts.items()
-    ]
-    return table(["policy", *heads], body)
-
-
-def divided(full: dict[Prompt, dict], kind: str) -> dict[str, list[Prompt]]:
-    """The prompts of each part, in order.  full: their lines under `full`."""
-    key, edges = PARTS[kind]
-    parts = collections.defaultdict(list)
-    for prompt in sorted(full, key=lambda prompt: full[prompt][key]):
-        parts[bin_of(full[prompt][key], edges) if edges else full[prompt][key]].append(prompt)
-    return parts
-
-
-def bin_of(tokens: int, edges: Sequence[int]) -> str:
-    """The bounds of the bin that has this many tokens: more than one of the sorted edges, and at most the next."""
-    edge = bisect.bisect_left(edges, tokens)
-    low, high = edges[edge - 1] + 1, edges[edge]
-    return f"{low:,} to {high:,} tokens" if low < high else f"{low:,} token{'s' * (low > 1)}"
-
-
-def policies_paired(sources: list[Path]) -> str:
-    """Differences between policies of the main run, prompt by prompt."""
-    lines = common(load(sources))
-    body = []
-    for name, other in PAIRS:
-        found = [paired(name, other, measure, lines) for measure in ("nll", "own_kl")]
-        body.append(
-            [f"`{name}`", f"`{other}`", *(f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" for mean, low, high in found)]
-        )
-    return table(["policy", "against", "NLL", "own KL"], body)
-
-
-def policies_answers(sources: list[Path], study: str = "") -> str:
-    """Exact match and F1 of the policies of a study, or of the main run, that answered greedily; F1 also as a share of
-    that of `full`, against it prompt by prompt in percentage points, and by data set."""
-    lines = common(load(sources), study)
+def policies_answers(sources: list[Path], pattern: str = "") -> str:
+    """Exact match and F1 of the policies that answered greedily; F1 also as a share of that of `full`, against it
+    prompt by prompt in percentage points, and by data set."""
+    lines = common(load(sources), pattern)
     sizes = collections.Counter(group for group, _ in lines["full"])
     body = []
     for name in [name for name in lines if all("f1" in line for line in lines[name].values())]:
@@ -193,11 +117,11 @@ def policies_comb(sources: list[Path]) -> str:
     return table(["policy", *heads, *(f"{group}, {size}" for group, size in sizes.items())], body)
 
 
-def common(lines: Lines, study: str = "") -> Lines:
-    """The policies of a study, or all that answered the prompts of `block`, over the prompts that they all
-    answered."""
+def common(lines: Lines, pattern: str = "") -> Lines:
+    """The policies that a regular expression matches, or all that answered the prompts of `block`, over the prompts
+    that they all answered."""
     whole = {name for name in lines if lines[name].keys() >= lines["block"].keys()}
-    chosen = {name for name in lines if re.fullmatch(STUDIES[study], name)} if study else whole
+    chosen = {name for name in lines if re.fullmatch(pattern, name)} if pattern else whole
     names = [name for name in lines if name in {"full", "block"} | chosen]
     prompts = set.intersection(*(set(lines[name]) for name in names))
     return {name: {prompt: line for prompt, line in lines[name].items() if prompt in prompts} for name in names}

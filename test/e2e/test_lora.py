@@ -11,14 +11,14 @@ import torch
 import transformers
 from stored import TOLERANCE, started
 
-from benchmark.policies import train_model
-from benchmark.quality.asking import Prompts, as_user_message
-from benchmark.quality.questions import read_questions
-from benchmark.quality.worlds import records
 from oracle.adapters import merged, random_adapter
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import text, token_ids
+from research.policies import train_model
+from research.quality.asking import Prompts, as_user_message
+from research.quality.questions import read_questions
+from research.quality.worlds import records
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from sglang.srt import runtime_context
 
-from benchmark.quality.comb import Comb, save_comb
-from benchmark.quality.llama import Llama, Shape
 from oracle.comb import CROSS, KV_HEADS, LAYERS, CombOracle, build
+from research.quality.comb import Comb, save_comb
+from research.quality.llama import Llama, Shape
 from sgl_kernel_lazy import torch_impl
 from sglang_lazy.attention.cross import Readers
 from sglang_lazy.attention.encoder import EncoderRows

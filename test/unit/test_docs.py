@@ -23,10 +23,11 @@ from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 from sglang_lazy.port.serving import shadow
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs", "examples", "research", "sgl-kernel-lazy")
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(page for folder in ("docs", "examples", "sgl-kernel-lazy") for page in (ROOT / folder).rglob("*.md")),
+        *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")),
     ]
 )
 MAX_WORDS = {"README.md": 1050, "docs/design.md": 2500, "docs/operations.md": 1750}
@@ -140,7 +141,7 @@ def named_tests(page: Path) -> set[str]:
 
 
 def test_every_test_that_a_page_names_exists():
-    modules = (ROOT / "test").rglob("test_*.py")
+    modules = [*(ROOT / "test").rglob("test_*.py"), *(ROOT / "research" / "test").glob("test_*.py")]
     there = {name for module in modules for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)}
     assert named_tests(ROOT / "docs" / "operations.md")
     assert {name for page in PAGES for name in named_tests(page)} - there == set()

@@ -2,7 +2,7 @@
 
 A probe computes the question over the cached chunks and sums its attention to each of their tokens. A second pass
 recomputes the tokens that got most, and the question after them. Part of them can be those with the smallest keys
-instead, as under `static`: together they do better than either alone (docs/results/policies/notes).
+instead, as under `static`: together they do better than either alone (research/notes/policies.md).
 """
 
 import dataclasses

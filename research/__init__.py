@@ -1,0 +1,1 @@
+"""How the policies were found and the small models trained: README.md says what is here."""

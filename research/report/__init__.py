@@ -1,0 +1,1 @@
+"""Tables of studies, which no page of docs/results has."""
