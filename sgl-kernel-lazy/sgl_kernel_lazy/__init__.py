@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 __all__ = ["IMPLEMENTATIONS", "get_implementation", "rope_cos_sin", "rotate_queries"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 IMPLEMENTATIONS = {
     "torch": "sgl_kernel_lazy.torch_impl",

@@ -380,7 +380,7 @@ def test_a_warning_of_a_word_that_changes_in_a_template(server):
 
     for first in range(0, 2 * advice.MANY_ALIKE, 8):
         server.ask(*map(chunk, range(first, first + 8)), QUESTION)
-    assert warns(server, f"{advice.MANY_ALIKE} chunks differ, but not in their first ")
+    assert warns(server, f"{advice.MANY_ALIKE} chunks share their first ")
 
 
 def test_a_warning_of_chunks_that_nobody_repeats(server):

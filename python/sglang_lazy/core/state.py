@@ -117,7 +117,7 @@ class LinkedRequest:
     cross_slots: int32, the slots of its chunks, once it has a row, if the model reads them by cross-attention.
     reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
     loaded: per slice, whether it was loaded from the host for this request.
-    found_text: by namespace of text that its fills or its probe compute, how many tokens of it were cached before.
+    found_text: tokens of each text namespace that were cached before its own fills or probe computed more.
     probe: what it measures; None for a user's request.
     ahead: as in `PromptLayout`.
     waits_since: `time.perf_counter()` when it began to wait for nothing but its chunks; None before, and once it runs.

@@ -61,8 +61,8 @@ class Advice:
             if num_hits < FEW_HITS:
                 self._warn(
                     "unused",
-                    "%d chunks were computed while prompts found %d cached: what no other prompt repeats costs less as "
-                    "text, or with link full",
+                    "%d chunks were computed while prompts found %d cached: send text that does not recur as text, or "
+                    "use link full",
                     self._num_computed,
                     num_hits,
                 )
@@ -79,9 +79,8 @@ class Advice:
             if count == MANY_ALIKE:
                 self._warn(
                     "changing",
-                    "%d chunks differ, but not in their %s %d tokens, half of each or nearly so: if a template puts "
-                    "something that changes into a chunk, such as a date or a question, each is computed anew; as text "
-                    "outside of the chunk it costs nothing",
+                    "%d chunks share their %s %d tokens, about half of each: if your template puts a date or a question "
+                    "into the chunk, move it into text, as each variant is computed anew",
                     MANY_ALIKE,
                     where,
                     half,
