@@ -79,8 +79,8 @@ class Advice:
             if count == MANY_ALIKE:
                 self._warn(
                     "changing",
-                    "%d chunks share their %s %d tokens, about half of each: if your template puts a date or a question "
-                    "into the chunk, move it into text, as each variant is computed anew",
+                    "%d chunks share their %s %d tokens, about half of each: if your template puts a date or a "
+                    "question into the chunk, move it into text, as each variant is computed anew",
                     MANY_ALIKE,
                     where,
                     half,
