@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo demo-exact test test-all lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke setup mooncake key
+.PHONY: demo demo-exact test test-all test-research lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke setup mooncake key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -45,8 +45,11 @@ $(MOONCAKE_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(MOONCAKE) -r test/e2e/mooncake-requirements.txt
 	@touch $@
 
-test-all: $(READY) $(SMG_READY) $(MOONCAKE_READY)
-	$(PYTEST) test research/test
+test-all: $(READY) $(SMG_READY) $(MOONCAKE_READY) # of the product
+	$(PYTEST)
+
+test-research: $(READY)
+	$(PYTEST) research/test
 
 lint: $(READY)
 	$(BIN)/ruff check .
