@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_lazy.testing import processes
+from support import forks
+
 # Triton reads this when a kernel is defined, so it must be set before the first import of one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tensors are tiny, here and in the servers that inherit this, so threads would only slow things down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+processes.starter = forks.start
 # Imports make a million objects, which stay: visiting them again and again would take a quarter of the time.
 gc.disable()
 

@@ -15,7 +15,8 @@ from oracle.policies import (
     without_best_of_each,
 )
 from oracle.segments import Segment
-from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
+from sglang_lazy.testing import CPU_OPTIONS
+from support.engine import EngineProcess
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 4

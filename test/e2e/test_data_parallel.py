@@ -16,8 +16,9 @@ from served import TWO_RANKS
 from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
 from sglang_lazy.routing import BlockHashes, Picker, chunks_in, follow
-from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
+from sglang_lazy.testing import device_flags, device_options, running_server
 from sglang_lazy.testing.server import free_ports
+from support.engine import EngineProcess
 
 pytestmark = pytest.mark.slow  # starts a server and an engine; test/unit/test_ranks.py needs neither
 

@@ -9,15 +9,15 @@ import signal
 
 import psutil
 import pytest
-import torch
 
-from sglang_lazy.testing import ServerError, processes, running_server
-from sglang_lazy.testing.processes import start
+from sglang_lazy.testing import ServerError, running_server
 from sglang_lazy.testing.server import wait_for
-from sglang_lazy.testing.template import NUM_SPARES
+from support import forks
+from support.forks import start
+from support.template import NUM_SPARES
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, nothing is forked"),
+    pytest.mark.skipif(not forks.FORKS, reason="nothing is forked with a GPU, or where LAZY_FORKS=0 forbids it"),
     pytest.mark.slow,
 ]
 
@@ -27,7 +27,7 @@ def variable():
     """An environment variable that SGLang reads on import. The template of other tests stays for those that follow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_TEST_RETRACT", "true")
-        patch.setattr(processes, "_current", None)
+        patch.setattr(forks, "_current", None)
         yield
 
 
@@ -92,13 +92,13 @@ def test_forks_end_with_the_process_that_asked_for_them(tmp_path):
     """Even if it is killed: their template, which is not its child, then kills them."""
     with open(tmp_path / "output", "w") as output:
         process = start("timeit", ["import time; time.sleep(600)"], environment={}, source=None, output=output)
-    _, template = processes._current
+    _, template = forks._current
     asked = os.fork()
     if not asked:
         signal.pause()  # with the only open sockets to the template
     template.stock.close()
     template.ours.close()
-    processes._current = None
+    forks._current = None
     fork = psutil.Process(process.pid)
     assert fork.is_running()
     os.kill(asked, signal.SIGKILL)

@@ -8,7 +8,8 @@ from fakes import streams
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
-from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
+from sglang_lazy.testing import CPU_OPTIONS
+from support.engine import EngineProcess
 
 pytestmark = pytest.mark.slow
 

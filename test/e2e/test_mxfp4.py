@@ -8,7 +8,8 @@ from fakes import mxfp4_on_cpu
 from oracle.block_mask import Oracle
 from oracle.models.build import build_model
 from oracle.quantised import FORMATS, quantised
-from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
+from sglang_lazy.testing import CPU_OPTIONS
+from support.engine import EngineProcess
 
 pytestmark = pytest.mark.slow
 

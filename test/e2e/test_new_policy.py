@@ -6,7 +6,8 @@ import torch
 from fakes import every_second
 from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text
-from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
+from sglang_lazy.testing import CPU_OPTIONS
+from support.engine import EngineProcess
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from oracle.models.build import build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS
-from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
+from sglang_lazy.testing import CPU_OPTIONS
+from support.engine import EngineProcess
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 4

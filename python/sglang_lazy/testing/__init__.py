@@ -4,7 +4,6 @@ They need no files of the repository.
 """
 
 from sglang_lazy.testing.client import Client, Generation
-from sglang_lazy.testing.engine import EngineProcess
 from sglang_lazy.testing.processes import ServerError
 from sglang_lazy.testing.server import (
     CPU_OPTIONS,
@@ -17,7 +16,6 @@ from sglang_lazy.testing.server import (
 __all__ = [
     "CPU_OPTIONS",
     "Client",
-    "EngineProcess",
     "Generation",
     "ServerError",
     "device_flags",

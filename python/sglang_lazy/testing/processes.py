@@ -1,17 +1,13 @@
-"""Start processes that use SGLang, as commands or, faster, as forks of a process that has imported it."""
+"""Start processes that use SGLang, and end them."""
 
 import contextlib
 import os
-import pickle
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -23,7 +19,7 @@ class ServerError(RuntimeError):
 
 
 class Process(Protocol):
-    """The common interface of `subprocess.Popen` and `Forked`. The process leads its own session and process group."""
+    """What is used of `subprocess.Popen`. The process leads its own session and process group."""
 
     pid: int
     returncode: int | None
@@ -33,129 +29,64 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-def start(
+def variables_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that this one starts.  environment: variables that override those of this one."""
+    # Threads that spin while waiting would take cores from the server's other processes.
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environment}
+    # Our engines activate the plugin in all processes that this one starts; for a server, its own module decides.
+    variables.pop(ENV_VAR, None)
+    return variables
+
+
+def command(
     module: str,
     arguments: Sequence[str],
     *,
     environment: Mapping[str, str],
     source: IO | socket.socket | None,
     output: IO,
-    as_command: bool = False,
-    installed: bool | None = None,
 ) -> Process:
     """Run `python -m MODULE ARGUMENTS`.
 
-    source: its standard input; None for nothing. output: for its standard output and errors.
     environment: variables for it, which override those of this process.
-    as_command: start a new interpreter even if a fork is possible. On a GPU there are no forks.
-    installed: whether a fork finds the plugin's hooks installed; by default if the module is ours.
+    source: its standard input; None for nothing. output: for its standard output and errors.
     """
-    # Threads that spin while waiting would take cores from the server's other processes.
-    variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environment}
-    # Our engines activate the plugin in all processes that this one starts; for a server, its own module decides.
-    variables.pop(ENV_VAR, None)
-    if as_command or torch.cuda.is_available():
-        command = [sys.executable, "-m", module, *arguments]
-        # Its own session: Ctrl-C reaches only us, and the group contains all processes that the server starts.
-        files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # unpacked, hence the ignore
-        return subprocess.Popen(command, **files, env=variables, start_new_session=True)  # type: ignore[call-overload]
-    # Compiling some of SGLang's layers with C++ would take longer than all requests of a test.
-    variables.setdefault("TORCH_COMPILE_DISABLE", "1")
-    job = module, list(arguments), variables, os.getcwd()
-    if installed is None:
-        installed = module.startswith("sglang_lazy.")
-    with open(os.devnull, "rb") as nothing:
-        return _template(variables).fork(job, installed, (source or nothing).fileno(), output.fileno())
+    # Its own session: Ctrl-C reaches only us, and the group contains all processes that the server starts.
+    files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # unpacked, hence the ignore
+    return subprocess.Popen(  # type: ignore[call-overload]
+        [sys.executable, "-m", module, *arguments], **files, env=variables_of(environment), start_new_session=True
+    )
 
 
-class Template:
-    """The processes that have imported SGLang. They end with this process, and all their forks end with them."""
+class Start(Protocol):
+    """The signature of `command`."""
 
-    def __init__(self, variables: Mapping[str, str]):
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        (self.stock, self.ours), theirs = zip(*pairs, strict=True)
-        numbers = [control.fileno() for control in theirs]
-        command = [sys.executable, "-m", "sglang_lazy.testing.template", *map(str, numbers)]
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open while they run)
-        files = dict(stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors)
-        # Unpacked, as above.
-        how = dict(env=variables, start_new_session=True, pass_fds=numbers)
-        subprocess.run(command, check=True, **files, **how)  # type: ignore[call-overload]
-        for control in theirs:
-            control.close()
-        if not self.stock.recv(8):
-            raise self.ended()
-
-    def fork(self, job: tuple, installed: bool, source: int, output: int) -> "Forked":
-        """Fork a process.  job: the fields of a `template.Job`.  installed: whether the plugin is.
-        source, output: open files."""
-        control = self.ours if installed else self.stock
-        read, write = os.pipe()
-        try:
-            socket.send_fds(control, [pickle.dumps(job)], [write, source, output])
-        finally:
-            os.close(write)
-        return Forked(self, read)
-
-    def ended(self) -> ServerError:
-        """The error for their unexpected end, with their output."""
-        self.errors.seek(0)
-        return ServerError(f"the process that forks servers has ended:\n{self.errors.read().decode(errors='replace')}")
+    def __call__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        source: IO | socket.socket | None,
+        output: IO,
+    ) -> Process: ...
 
 
-class Forked:
-    """A fork.  report: the pipe through which the template reports on it."""
-
-    def __init__(self, template: Template, report: int):
-        self.template = template  # must not end before this does
-        self.report = report
-        self.pid = self._read()
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Its exit status, as from `subprocess.Popen`; None while it runs."""
-        if self.returncode is None and select.select([self.report], [], [], 0)[0]:
-            self.wait()
-        return self.returncode
-
-    def wait(self) -> int:
-        """Wait for its end."""
-        if self.returncode is None:
-            self.returncode = self._read()
-            os.close(self.report)
-        return self.returncode
-
-    def _read(self) -> int:
-        data = os.read(self.report, 4)
-        if not data:
-            raise self.template.ended()
-        return struct.unpack("i", data)[0]
+starter: Start = command
+"""What `start` calls. Tests put something faster in its place."""
 
 
-READ_LATE = {
-    "PYTEST_CURRENT_TEST",
-    "PYTHONPATH",
-    "SGLANG_CPU_OMP_THREADS_BIND",
-    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
-    "SGLANG_NCCL_SO_PATH",
-    "SGLANG_REQ_WAITING_TIMEOUT",
-    "SGLANG_RUN_ID",
-    "SGLANG_TIMEOUT_KEEP_ALIVE",
-    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
-}
-"""Variables that differ between tests or engines and do not affect imports: servers read them when they start or later.
-Forks add the folders of PYTHONPATH."""
-
-_current: tuple[dict[str, str], Template] | None = None
+def start(module: str, arguments: Sequence[str], *, environment: Mapping[str, str], **how: Any) -> Process:
+    """As `command`, by whatever `starter` is, and quicker on a CPU."""
+    return starter(module, arguments, environment=uncompiled(environment), **how)
 
 
-def _template(variables: Mapping[str, str]) -> Template:
-    """The template of servers with these variables, some of which modules read on import. The last one is kept."""
-    global _current
-    key = {name: value for name, value in variables.items() if name not in READ_LATE}
-    if _current is None or _current[0] != key:
-        _current = key, Template(variables)
-    return _current[1]
+def uncompiled(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The same variables, and one that keeps SGLang from compiling layers with C++ for a CPU, which takes longer than
+    all requests of a test or an example."""
+    if torch.cuda.is_available() or "TORCH_COMPILE_DISABLE" in os.environ:
+        return environment
+    return {"TORCH_COMPILE_DISABLE": "1", **environment}
 
 
 def end(process: Process) -> None:

@@ -18,7 +18,7 @@ import requests
 import torch
 from tqdm import tqdm
 
-from sglang_lazy.testing.processes import Process, ServerError, end, start
+from sglang_lazy.testing.processes import Process, ServerError, command, end, start
 
 CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -115,7 +115,7 @@ def running_server(
     port: a free one by default. Raises ServerError if something answers there, which would be taken for the server.
     timeout, usual: seconds to wait at most, and seconds that the progress bar expects.
     environment: variables for the server, which override those of this process.
-    as_command: start it like a user. Otherwise, without a GPU, it is forked from a process that has imported SGLang.
+    as_command: start it like a user, whatever `processes.starter` is.
     """
     free_port, nccl_port = free_ports(2)
     if port is None:
@@ -127,7 +127,8 @@ def running_server(
         arguments += ["--nccl-port", str(nccl_port)]
     environment = environment or {}
     with open(log, "wb") as output:
-        process = start(module, arguments, environment=environment, source=None, output=output, as_command=as_command)
+        begin = command if as_command else start
+        process = begin(module, arguments, environment=environment, source=None, output=output)
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_healthy(url, process, timeout, usual)

@@ -3,7 +3,8 @@
 import pytest
 
 from fakes import no_gpu_to_wait_for
-from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
+from sglang_lazy.testing import device_flags, device_options, running_server
+from support.engine import EngineProcess
 
 
 @pytest.fixture(scope="package")

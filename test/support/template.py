@@ -1,4 +1,4 @@
-"""A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET SOCKET`.
+"""A process that has imported SGLang and forks servers: `template.py SOCKET SOCKET`.
 
 Importing SGLang takes about ten seconds of CPU time in each of a server's three processes, and installing the plugin's
 hooks three more; forks skip both. There are two template processes: forks requested through the first socket are
@@ -10,10 +10,12 @@ before anything else ran, which then run the code that multiprocessing passes to
 import contextlib
 import fcntl
 import gc
+import importlib
 import logging
 import multiprocessing.util
 import os
 import pickle
+import pkgutil
 import runpy
 import select
 import signal
@@ -26,12 +28,21 @@ from typing import Any, NamedTuple, NoReturn
 import setproctitle
 
 from sglang_lazy.port import plugin
-from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
 NUM_SPARES = 5  # a server's scheduler and detokenizer, two tokenizer workers and a replacement; more are spawned
 NUM_SPARES_OF_SPAWNED = 2  # the schedulers of two data-parallel ranks, which their controller spawns
 MAX_FDS = 64
+
+
+MODULES = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.tp_worker",
+    "sglang.srt.layers.attention.torch_native_backend",
+)
+"""The modules that a server's processes need."""
 
 
 class Job(NamedTuple):
@@ -44,6 +55,7 @@ class Job(NamedTuple):
 
 
 def main() -> None:
+    sys.path[0] = os.getcwd()  # as of a command, `python -m`
     if os.fork():
         os._exit(0)  # Become an orphan, since an engine that shuts down kills all descendants of its process.
     stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
@@ -63,6 +75,16 @@ def main() -> None:
         with _set_aside():
             plugin.install()
         serve(ours)
+
+
+def preload() -> None:
+    """Import MODULES, and every model that can be imported here: SGLang's registry tries all in each scheduler."""
+    for name in MODULES:
+        importlib.import_module(name)
+    models = importlib.import_module("sglang.srt.models")
+    for module in pkgutil.iter_modules(models.__path__, "sglang.srt.models."):
+        with contextlib.suppress(Exception):
+            importlib.import_module(module.name)
 
 
 @contextlib.contextmanager

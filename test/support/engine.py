@@ -1,14 +1,17 @@
 """An `Engine` in its own process, which starts faster than in this one where it can be forked."""
 
+import os
 import socket
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from sglang_lazy.testing.processes import ServerError, end, start
+from sglang_lazy.testing.processes import ServerError, end
 from sglang_lazy.testing.server import free_ports
+from support.forks import start
 
-HOST = "sglang_lazy.testing.engine_host"
+TESTS = Path(__file__).parents[1]
 
 
 class EngineProcess:
@@ -25,7 +28,15 @@ class EngineProcess:
         with theirs:
             assert sys.__stderr__ is not None
             output = sys.__stderr__
-            self.process = start(HOST, [], environment={}, source=theirs, output=output, installed=installed)
+            path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+            self.process = start(
+                "support.engine_host",
+                [],
+                environment={"PYTHONPATH": path},
+                source=theirs,
+                output=output,
+                installed=installed,
+            )
         self.calls = Connection(ours.detach())
         try:
             self.call("start", **options)
