@@ -28,7 +28,7 @@ import fastapi
 import numpy as np
 import torch
 import uvicorn
-from sglang.srt.lora.lora_registry import LoRARegistry
+from sglang.srt.entrypoints import http_server
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
@@ -36,16 +36,18 @@ from benchmark.serving.arguments import positive, typed
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.workloads import draw_distinct, zipf_weights
 from fakes.context import published
+from fakes.server import FakeServer, new_frontend
 from sglang_lazy.chunks.counts import Census
 from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import idle
 from sglang_lazy.port.scheduler.steps import cached_tokens_details
-from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
+from sglang_lazy.port.serving import chunk_routes, frontend, page
+from sglang_lazy.scheduler.control import ChunkControl
+from sglang_lazy.serving import chunk_calls
 from sglang_lazy.serving.chunk_lists import list_arguments
 from sglang_lazy.serving.results import chunk_report
-from sglang_lazy.serving.usage import usage_of
 from sglang_lazy.testing.server import free_ports, wait_for
 
 TEXT_LEN = 40_000
@@ -56,6 +58,17 @@ SHOTS = {
     "chunk": {"viewport": (1200, 780), "color_scheme": "light"},
     "phone": {"viewport": (390, 844), "color_scheme": "dark"},
 }
+
+
+class Scheduler(FakeServer):
+    """Answers for the HTTP process."""
+
+    def __init__(self, control: ChunkControl):
+        super().__init__()
+        self.control = control
+
+    def answer(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        return self.control.handle(verb, arguments, time.time())
 
 
 class Served:
@@ -71,9 +84,7 @@ class Served:
         for number in self.rng.sample(range(num_documents), num_chunks):
             self.host.insert_chunk(self.document(number))
         self.control = self.host.admission.control
-        self.manager = types.SimpleNamespace(
-            server_args=types.SimpleNamespace(admin_api_key="admin"), lora_registry=LoRARegistry(None)
-        )
+        self.frontend = new_frontend(Scheduler(self.control))
         now = time.time()
         for began in sorted(self.rng.triangular(0, 3600, 3600) for _ in range(num_prompts)):
             self.prompt(now - 3600 + began)
@@ -99,7 +110,7 @@ class Served:
         self.host.serve(req)
         details = cached_tokens_details(req, linked(req))
         report = chunk_report(layout, ids.tolist(), int(details["chunk_hits"], 16))
-        usage_of(self.manager).add(Namespace("chunk", None, None), "block", report, details["chunk"], answered)
+        self.frontend.usage.add(Namespace("chunk", None, None), "block", report, details["chunk"], answered)
 
     def pieces(self, verb: str, **arguments: Any) -> list[float]:
         """One complete survey, or one page of a list; returns the milliseconds of each piece."""
@@ -138,9 +149,6 @@ class Served:
         self.control.handle("delete", {"tenant": None, "ids": ids}, time.time())
         return [(time.thread_time_ns() - start) / 1e6]
 
-    async def ask(self, _manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
-        return [self.control.handle(verb, arguments, time.time())]
-
 
 WORK: dict[str, Callable[[Served], list[float]]] = {
     "survey": lambda served: served.pieces("survey", everybody=False),
@@ -158,13 +166,14 @@ WORK: dict[str, Callable[[Served], list[float]]] = {
 def page_of(served: Served) -> Iterator[str]:
     """Serve the page for the length of a `with` block; yields its URL."""
     app, (port,) = fastapi.FastAPI(), free_ports(1)
+    manager = types.SimpleNamespace(server_args=types.SimpleNamespace(admin_api_key="admin"))
     chunk_routes.add_routes(app)
     page.add_route(app)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run)
     with (
-        mock.patch.object(chunk_calls, "ask", served.ask),
-        mock.patch.object(chunk_routes, "_manager", lambda: served.manager),
+        mock.patch.object(frontend, "current", lambda: served.frontend),
+        mock.patch.object(http_server, "_global_state", types.SimpleNamespace(tokenizer_manager=manager)),
     ):
         thread.start()
         try:

@@ -123,8 +123,8 @@ def _link() -> str:
     from sglang_lazy.policies import get_policy  # imports PyTorch, which takes a while when a flag is wrong
     from sglang_lazy.serving.registration import computing
 
-    link = LazyConfig.current().default_link
-    return link if get_policy(link).trained else computing(link)
+    policy = get_policy(LazyConfig.current().default_link)
+    return str(policy if policy.trained else computing(policy))
 
 
 def _num_stored(engine: Any) -> int:

@@ -15,7 +15,6 @@ from benchmark.scheduler.page import Served, page_of
 from fakes.context import published
 from sglang_lazy.chunks.survey import TOP
 from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
-from sglang_lazy.serving.usage import usage_of
 
 pytestmark = pytest.mark.slow  # it takes seconds to have so many
 PATIENCE = 60_000
@@ -83,7 +82,7 @@ def test_one_click_from_a_chunk_to_what_uses_it(served, shown):
     name = button.get_attribute("title")
     button.click()
     expect(shown.locator("#chunk-id")).to_have_text(name)
-    prompts = usage_of(served.manager).uses(None, False, name)["prompts"]
+    prompts = served.frontend.usage.uses(None, False, name)["prompts"]
     expect(shown.locator("#graph circle")).to_have_count(len(prompts))
     assert prompts
 
@@ -122,7 +121,7 @@ def test_shares_of_memory_add_up(shown):
 def test_names_of_policies_are_not_cut(served, shown):
     longest = "base:preamble=lead+query:ratio=0.15,static=0.05"
     chunks = [{"id": f"{number:016x}", "tokens": 100, "hit": True} for number in range(60)]
-    usage_of(served.manager).add(Namespace("chunk", None, None), longest, chunks, 100, time.time())
+    served.frontend.usage.add(Namespace("chunk", None, None), longest, chunks, 100, time.time())
     name = shown.locator("#prompts").get_by_text(longest, exact=True)
     for width in (1280, 390):
         shown.set_viewport_size({"width": width, "height": 900})

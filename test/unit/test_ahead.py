@@ -6,6 +6,7 @@ from fakes.loop import QUESTION, A, Loop
 from fakes.requests import CHUNK, TEXT
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.core.state import is_ahead, linked
+from sglang_lazy.policies import get_policy
 from sglang_lazy.scheduler.ahead import PATIENCE
 from sglang_lazy.serving.registration import prompt_for
 
@@ -35,8 +36,8 @@ def passes_with_fills(loop):
 
 
 def test_a_registered_chunk_is_computed_ahead():
-    ids, layout = prompt_for([5, 6], "base", "s")
-    assert layout == PromptLayout.unpack(layout.pack(), len(ids)) and layout.ahead
+    ids, plan = prompt_for([5, 6], get_policy("base+query"), "s")
+    assert PromptLayout.unpack(plan.pack(), len(ids)) == PromptLayout(((0, 2),), "s", "base", ahead=True)
     assert not PromptLayout.unpack(PromptLayout(((0, 2),)).pack(), 3).ahead
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from sglang.srt.entrypoints.openai import protocol
@@ -14,7 +13,6 @@ import sglang_lazy
 from sglang_lazy import verify
 from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfig
-from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
 from sglang_lazy.port.cpu import CPU_SETTINGS
@@ -26,7 +24,8 @@ from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
 from sglang_lazy.serving.blocks import BLOCKS
-from sglang_lazy.serving.results import annotated
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.results import Served, annotated
 from sglang_lazy.serving.shadow import COUNTERS
 from sglang_lazy.serving.usage import Usage
 from sglang_lazy.storage import report
@@ -101,8 +100,8 @@ def test_results():
         async def outputs():
             yield result
 
-        layout, request = PromptLayout(((0, 1),)), SimpleNamespace(input_ids=[5, 6], extra_key=None)
-        return [output async for output in annotated(outputs(), layout, request, usage=Usage())]
+        request = Served(Plan.of(((0, 1),), get_policy("block")), None, "r", [5, 6], {})
+        return [output async for output in annotated(outputs(), request, usage=Usage())]
 
     asyncio.run(report())
     check(meta_info, result["meta_info"].keys() - {"finish_reason"})

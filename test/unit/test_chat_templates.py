@@ -22,7 +22,7 @@ from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.rendering import Rendering
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
-pytestmark = pytest.mark.usefixtures("sglang_context")
+pytestmark = pytest.mark.usefixtures("sglang_context", "http_process")
 
 PLAIN, PADDED = "The river rises in the hills.", " \n The river\n\n"
 QUOTED = 'He said "no", and C:\\new\nÜber <b>&</b> it\'s\tgone \u2028 \x07'

@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-import types
 
 import pytest
 
-from sglang_lazy.port.scheduler import pinning
 from sglang_lazy.serving.chunk_lists import merged_deletion
+from sglang_lazy.serving.pins import Pins
 
 ONE = "1" * 16
 
@@ -19,7 +18,7 @@ class Scheduler:
         self.ends = []
         self.before_answer = None
 
-    async def ask(self, _manager, verb, *, ttl=None, **_arguments):
+    async def ask(self, verb, *, ttl=None, **_arguments):
         now = time.time()
         if verb == "pin":
             self.ends.append(now + ttl)
@@ -32,14 +31,12 @@ class Scheduler:
 
 
 @pytest.fixture
-def scheduler(monkeypatch):
-    scheduler = Scheduler()
-    monkeypatch.setattr(pinning, "ask", scheduler.ask)
-    return scheduler
+def scheduler():
+    return Scheduler()
 
 
-async def pin(manager, ttl):
-    await pinning.pin_chunks(manager, None, [ONE], True, ttl)
+async def pin(pins, ttl):
+    await pins.set(None, [ONE], True, ttl)
 
 
 async def all_end(scheduler):
@@ -52,11 +49,11 @@ async def all_end(scheduler):
 
 def test_pins_end_in_any_order(scheduler):
     async def run():
-        manager = types.SimpleNamespace()
+        pins = Pins(scheduler.ask)
         for ttl in (0.05, 0.01, 0.03):
-            await pin(manager, ttl)
+            await pin(pins, ttl)
         await all_end(scheduler)
-        await pin(manager, 0.01)
+        await pin(pins, 0.01)
         await all_end(scheduler)
 
     asyncio.run(run())
@@ -64,9 +61,9 @@ def test_pins_end_in_any_order(scheduler):
 
 def test_a_shorter_pin_ends_first(scheduler):
     async def run():
-        manager = types.SimpleNamespace()
-        await pin(manager, 3600)
-        await pin(manager, 0.01)
+        pins = Pins(scheduler.ask)
+        await pin(pins, 3600)
+        await pin(pins, 0.01)
         while len(scheduler.ends) == 2:
             await asyncio.sleep(0.001)
 
@@ -75,15 +72,15 @@ def test_a_shorter_pin_ends_first(scheduler):
 
 def test_a_pin_set_while_the_last_one_ends_also_ends(scheduler):
     async def run():
-        manager, pinned = types.SimpleNamespace(), asyncio.Event()
+        pins, pinned = Pins(scheduler.ask), asyncio.Event()
 
         async def pin_late():
             if not pinned.is_set() and not scheduler.ends:
-                await pin(manager, 0.01)
+                await pin(pins, 0.01)
                 pinned.set()
 
         scheduler.before_answer = pin_late
-        await pin(manager, 0.01)
+        await pin(pins, 0.01)
         await pinned.wait()
         await all_end(scheduler)
 

@@ -10,9 +10,10 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.facts import SchedulerFacts
-from sglang_lazy.port.model.images import keeping_tokens, name_apart
+from sglang_lazy.port.serving.images import keeping_tokens, name_apart
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.serving.images import expand, image_ranges
+from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.tokenization import TokenizedPrompt
 
 IMAGE, VIDEO = 50, 51
@@ -37,8 +38,7 @@ def test_chunks_hold_no_images(token):
 
 
 def test_text_models_refuse_images():
-    layout = PromptLayout(((0, 2),))
-    params = {"custom_params": {LAYOUT_PARAM: layout.pack()}}
+    params = {"custom_params": {LAYOUT_PARAM: Plan.of(((0, 2),), get_policy("block")).pack()}}
     obj = SimpleNamespace(image_data=["image"], input_ids=[1, 2, 3], sampling_params=params)
     with pytest.raises(ValueError, match="images on this model"):
         keeping_tokens(SimpleNamespace(mm_processor=None), obj)

@@ -7,26 +7,22 @@ with the same documents, with others, or not at all.
 
 import asyncio
 import time
-import types
 
 import fastapi
 import httpx
 import pytest
-from sglang.srt.lora.lora_registry import LoRARegistry
 
 from fakes.loop import Loop
 from fakes.requests import CHUNK, TEXT
+from fakes.server import FakeServer, new_frontend
 from fakes.storage import Storage
 from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
-from sglang_lazy.core.segments import Segment
+from sglang_lazy.core.segments import LAYOUT_PARAM, Segment
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.scheduler import pinning
-from sglang_lazy.port.serving import chunk_calls, chunk_routes
+from sglang_lazy.port.serving import chunk_routes, frontend
 from sglang_lazy.serving import surveys
-from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
-from sglang_lazy.serving.requests import layout_of
+from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
 from sglang_lazy.serving.tokenization import SegmentTokenizer
-from sglang_lazy.serving.usage import usage_of
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -49,36 +45,34 @@ class CountingTokenizer:
         return list(map(chr, ids))
 
 
-class Server:
+class Server(FakeServer):
     """HTTP process and scheduler in one, without a model."""
 
     def __init__(self, monkeypatch, **options):
         self.loop = Loop(context_len=64, **options)
-        self.model_config, self.tokenizer = self.loop.model_config, None
-        self.preferred_sampling_params, self.lora_registry = None, LoRARegistry(None)
-        self.server_args = types.SimpleNamespace(admin_api_key=None, tokenizer_worker_num=1)
+        model = self.loop.model_config
+        super().__init__(vocab_size=model.vocab_size, context_len=model.context_len)
+        self.frontend = new_frontend(self)
         self.texts = SegmentTokenizer(CountingTokenizer())
-        monkeypatch.setattr(chunk_routes, "_manager", lambda: self)
+        monkeypatch.setattr(frontend, "current", lambda: self.frontend)
         monkeypatch.setattr(time, "time", lambda: 1000.0)
         monkeypatch.setattr(surveys, "MIN_AGE", 0.0)
-        for module in (chunk_calls, pinning):
-            monkeypatch.setattr(module, "ask", self.ask)
         app = fastapi.FastAPI()
         chunk_routes.add_routes(app)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
-    async def ask(self, _manager, verb, **arguments):
-        return [self.loop.admission.control.handle(verb, arguments, time.time())]
+    def answer(self, verb, **arguments):
+        return self.loop.admission.control.handle(verb, arguments, time.time())
 
-    async def generate_request(self, obj):
-        if len(obj.input_ids) > self.model_config.context_len:
+    async def compute(self, input_ids, params, adapter):
+        if len(input_ids) > self.context_len:
             raise ValueError("too long")
-        layout = layout_of(obj)
+        layout = params["custom_params"][LAYOUT_PARAM].plan.layout
         ((start, end),) = layout.chunks
-        parts = [(CHUNK, obj.input_ids[start:end]), (TEXT, obj.input_ids[end:])]
+        parts = [(CHUNK, input_ids[start:end]), (TEXT, input_ids[end:])]
         self.submit(parts, layout.cache_salt, layout.link, max_new_tokens=1)
         self.loop.run()
-        yield {}
+        return adapter
 
     def submit(self, parts, salt, link, **options):
         return self.loop.submit(parts, "r", link=link, cache_salt=salt, **options)
@@ -120,7 +114,7 @@ async def act(server, salt, documents, link):
         for name in (*ids, ABSENT):
             await call("GET", f"/chunks/{name}")
             try:
-                seen.append(with_tokens(known_chunks(server), [{"type": "chunk", "id": name}], salt))
+                seen.append(with_tokens(server.frontend.known, [{"type": "chunk", "id": name}], salt))
             except UnknownChunk as error:
                 seen.append(str(error))
         for sort in ("hits", "created"):
@@ -151,7 +145,7 @@ async def act(server, salt, documents, link):
             {"id": chunk_id(chunk.key.tokens), "tokens": chunk.num_tokens, "hit": bool(counts[2] >> i & 1)}
             for i, chunk in enumerate(linked(req).prompt.chunks)
         ]
-        usage_of(server).add(Namespace("chunk", None, salt), link, chunks, counts[1], time.time())
+        server.frontend.usage.add(Namespace("chunk", None, salt), link, chunks, counts[1], time.time())
     await look()
     for wait in (True, False):
         chunks = [{"input_ids": list(document)} for document in documents[2:]]

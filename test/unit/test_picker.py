@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from sglang_lazy.routing.picker import SLACK, Picker
+from sglang_lazy.serving.picker import SLACK, Picker
 
 
 class Cache:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.ranks import choose_rank, learned
+from sglang_lazy.serving.plans import Plan
 
 A, B = [1, 2, 3, 4], [5, 6]
 
@@ -33,7 +34,7 @@ class Server:
                 **fields,
             }
         )
-        choose_rank(self.manager, obj, PromptLayout(tuple(places), link=link), ids)
+        choose_rank(self.manager, obj, Plan.of(tuple(places), get_policy(link)), ids)
         self.manager.rid_to_state[id(obj)] = SimpleNamespace(obj=obj)
         return obj
 

@@ -12,16 +12,16 @@ import fastapi
 import pytest
 from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
-from sglang.srt.lora.lora_registry import LoRARegistry
+from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
+from fakes.server import FakeServer, new_frontend
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
-from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
-from sglang_lazy.serving import chunk_lists, registration
+from sglang_lazy.port.serving import chunk_routes, frontend, page
+from sglang_lazy.serving import chunk_calls, chunk_lists, registration
 from sglang_lazy.serving.tokenization import concatenate
-from sglang_lazy.serving.usage import usage_of
 
 ID = "1" * 16
 ONE = {"chunks": 1, "tokens": 5}
@@ -33,22 +33,28 @@ SURVEY |= {"hottest": [{"id": ID, "hits": 2, "tokens": 5, "adapter": None}], "la
 DATA = ("/chunks", f"/chunks/{ID}", "/lazy/survey", f"/lazy/uses/{ID}")
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """What the scheduler is asked for."""
-    asked = []
+class Server(FakeServer):
+    """Its scheduler has one chunk."""
 
-    async def ask(_manager, verb, **arguments):
-        asked.append((verb, arguments))
+    def answer(self, verb, **arguments):
         if verb == "survey":
-            return [{**SURVEY, "next": None}]
-        return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1, "next": None}]
+            return {**SURVEY, "next": None}
+        return {"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1, "next": None}
 
-    monkeypatch.setattr(chunk_calls, "ask", ask)
-    args = types.SimpleNamespace(admin_api_key=None, tokenizer_worker_num=1)
-    manager = types.SimpleNamespace(server_args=args, lora_registry=LoRARegistry(None))
-    monkeypatch.setattr(chunk_routes, "_manager", lambda: manager)
-    return asked
+
+@pytest.fixture
+def process(monkeypatch):
+    made, args = new_frontend(Server()), types.SimpleNamespace(admin_api_key=None)
+    monkeypatch.setattr(frontend, "current", lambda: made)
+    state = types.SimpleNamespace(tokenizer_manager=types.SimpleNamespace(server_args=args))
+    monkeypatch.setattr(http_server, "_global_state", state)
+    return made
+
+
+@pytest.fixture
+def asked(process):
+    """What the scheduler is asked for."""
+    return process.server.asked
 
 
 def client(**keys):
@@ -126,12 +132,11 @@ def test_the_page_runs_only_its_own_script():
         assert risky not in answer.text
 
 
-def test_parts_of_a_survey(asked):
+def test_parts_of_a_survey(process, asked):
     http = client()
-    used = usage_of(chunk_routes._manager())
     for salt in (None, "a"):
         report = [{"id": ID, "tokens": 5, "hit": salt is None}]
-        used.add(Namespace("chunk", None, salt), "block", report, 0, time.time())
+        process.usage.add(Namespace("chunk", None, salt), "block", report, 0, time.time())
     found = http.get("/lazy/survey").json()
     assert asked == [("survey", {"tenant": None, "everybody": False, "starts": None})]
     assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0}]
@@ -140,7 +145,7 @@ def test_parts_of_a_survey(asked):
     assert [prompt["chunks"][0]["hit"] for prompt in found["prompts"]] == [True]
     uses = http.get(f"/lazy/uses/{ID}{'0' * 48}", headers={"X-Cache-Salt": "a"}).json()
     assert uses["num_prompts"] == 1 and not uses["prompts"][0]["chunks"][0]["hit"]
-    chunk_routes._manager().server_args.admin_api_key = "admin"
+    http_server.get_global_state().tokenizer_manager.server_args.admin_api_key = "admin"
     assert http.get(f"/lazy/uses/{ID}?all=true").json()["num_prompts"] == 2
 
 
@@ -197,21 +202,20 @@ VALUES = [
 @pytest.mark.parametrize(
     ("method", "path", "usual"), [("POST", "/chunks", {"chunks": ["x"]}), ("PATCH", f"/chunks/{ID}", {"pin": True})]
 )
-def test_bodies_are_taken_if_the_schema_allows_them(asked, monkeypatch, method, path, usual):
+def test_bodies_are_taken_if_the_schema_allows_them(process, monkeypatch, method, path, usual):
     async def done(*_args):
         return [], []
 
     async def pinned(*_args):
         return {"skipped": []}
 
-    def tokenize(_manager, segments, _salt):
+    def tokenize(segments, _salt):
         return concatenate(segments, [[5]])
 
-    chunk_routes._manager().model_config = types.SimpleNamespace(vocab_size=512)
-    monkeypatch.setattr(chunk_calls, "_adapters", lambda _manager: {"block": "1"})
-    monkeypatch.setattr(registration, "tokenize", tokenize)
+    process.server.adapters = {"block": "1"}
+    monkeypatch.setattr(process.prompts, "tokenize", tokenize)
     monkeypatch.setattr(chunk_calls, "compute", done)
-    monkeypatch.setattr(chunk_routes, "pin_chunks", pinned)
+    monkeypatch.setattr(process.pins, "set", pinned)
     http = client()
     operation = http.get("/openapi.json").json()["paths"][path.replace(ID, "{chunk_id}")][method.lower()]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -237,18 +241,17 @@ def test_parameters_are_taken_if_the_schema_allows_them(asked):
     assert taken == allowed and len(taken) == 2 + 4 + 2 + 2 + 5
 
 
-def test_deletions_are_sent_in_shares(monkeypatch):
+def test_deletions_are_sent_in_shares():
     """Each share is a message of its own, so batches run in between; a chunk that became unknown is skipped."""
-    asked, ids = [], [f"{i:016x}" for i in range(2 * chunk_calls.MAX_DELETED + 1)]
 
-    async def ask(_manager, verb, tenant, ids):
-        asked.append(len(ids))
-        unknown = [{"id": name, "reason": "unknown"} for name in ids[:1]]
-        return [{"affected": [{"id": name, "state": "deleted"} for name in ids[1:]], "skipped": unknown}]
+    class Scheduler(FakeServer):
+        def answer(self, verb, tenant, ids):
+            unknown = [{"id": name, "reason": "unknown"} for name in ids[:1]]
+            return {"affected": [{"id": name, "state": "deleted"} for name in ids[1:]], "skipped": unknown}
 
-    monkeypatch.setattr(chunk_calls, "ask", ask)
-    answer = asyncio.run(chunk_calls.delete_chunks(types.SimpleNamespace(), None, [*ids, ids[0]]))
-    assert asked == [chunk_calls.MAX_DELETED] * 2 + [1]
+    server, ids = Scheduler(), [f"{i:016x}" for i in range(2 * chunk_calls.MAX_DELETED + 1)]
+    answer = asyncio.run(chunk_calls.delete_chunks(new_frontend(server), None, [*ids, ids[0]]))
+    assert [len(arguments["ids"]) for _, arguments in server.asked] == [chunk_calls.MAX_DELETED] * 2 + [1]
     first = [ids[i] for i in (0, chunk_calls.MAX_DELETED, 2 * chunk_calls.MAX_DELETED)]
     assert [one["id"] for one in answer["skipped"]] == first and answer["requested"] == len(ids)
     assert [one["id"] for one in answer["affected"]] == [name for name in ids if name not in first]

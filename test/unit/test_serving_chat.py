@@ -14,6 +14,8 @@ from sglang_lazy.port.serving.chat import ChatRequest, convert_request
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
+pytestmark = pytest.mark.usefixtures("http_process")
+
 TEMPLATES = {
     "joined": lambda parts: " ".join(parts),
     "stripped": lambda parts: "\n".join(part.strip() for part in parts),

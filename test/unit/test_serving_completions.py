@@ -6,9 +6,12 @@ import pytest
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.completions import CompletionsRequest, convert_request
-from sglang_lazy.serving.requests import layout_of
+from sglang_lazy.port.serving.requests import plan_of
+from sglang_lazy.serving.plans import Plan
+
+pytestmark = pytest.mark.usefixtures("http_process")
 
 TEXT, CHUNK = {"type": "text", "input_ids": [1]}, {"type": "chunk", "input_ids": [2, 3]}
 
@@ -41,7 +44,7 @@ def test_one_prompt():
     link = "base:preamble=lead+query:ratio=0.3"
     adapted, request = convert(segments=[TEXT, CHUNK], link=link, cache_salt="s", extra_key="e", n=2)
     assert adapted.text is None and adapted.input_ids == request.prompt == [1, 2, 3]
-    assert layout_of(adapted) == PromptLayout(((1, 3),), "s", link)
+    assert plan_of(adapted) == Plan.of(((1, 3),), get_policy(link), "s")
     assert adapted.extra_key == "e" and adapted.sampling_params["n"] == 2
 
 

@@ -7,8 +7,12 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.port.serving.requests import plan_of
 from sglang_lazy.port.serving.tokenizer_manager import prepare_request
-from sglang_lazy.serving.requests import layout_of, refuse_without_segments, to_generate_args, with_layout
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.prompts import refuse_without_segments
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,10 @@ def manager(**more):
     )  # fmt: skip
 
 
+def prompts(server=None):
+    return frontend_of(server or manager()).prompts
+
+
 def text(*ids):
     return {"type": "text", "input_ids": list(ids)}
 
@@ -33,13 +41,17 @@ def chunk(*ids):
     return {"type": "chunk", "input_ids": list(ids)}
 
 
+def plan(chunks, link="block", cache_salt=None):
+    return Plan.of(chunks, get_policy(link), cache_salt)
+
+
 def layout_in(params, prompt_len):
     return PromptLayout.unpack(params["custom_params"][LAYOUT_PARAM], prompt_len)
 
 
 def test_one_prompt():
     sampling = {"temperature": 0, "custom_params": {"mine": 1}}
-    args = to_generate_args(manager(), [text(1), chunk(2, 3), text(4)], "tenant", sampling)
+    args = prompts().to_generate_args([text(1), chunk(2, 3), text(4)], "tenant", sampling)
     assert args["input_ids"] == [1, 2, 3, 4]
     assert layout_in(args["sampling_params"], 4) == PromptLayout(((1, 3),), "tenant")
     assert args["sampling_params"]["custom_params"]["mine"] == 1 and args["sampling_params"]["temperature"] == 0
@@ -47,15 +59,14 @@ def test_one_prompt():
 
 
 def test_batch_of_prompts_with_and_without_chunks():
-    args = to_generate_args(manager(), [[text(1)], [chunk(2)]], [None, "b"], [{"n": 1}, None])
+    args = prompts().to_generate_args([[text(1)], [chunk(2)]], [None, "b"], [{"n": 1}, None])
     assert args["input_ids"] == [[1], [2]]
     assert args["sampling_params"][0] == {"n": 1}, "a prompt without chunks is an ordinary request"
     assert layout_in(args["sampling_params"][1], 1) == PromptLayout(((0, 1),), "b")
 
 
 def test_links_do_not_change_the_tokens():
-    block, full, plain = to_generate_args(
-        manager(),
+    block, full, plain = prompts().to_generate_args(
         [[text(1), chunk(2), text(3)]] * 2 + [[text(1)]],
         sampling_params={"n": 1},
         link=["block", "full", "full"],
@@ -68,20 +79,20 @@ def test_links_do_not_change_the_tokens():
 def test_the_servers_default_link(monkeypatch):
     monkeypatch.setattr(LazyConfig, "from_env", classmethod(lambda cls: cls(default_link="full")))
     for link, links in ((None, "full"), ("block", "block")):
-        args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
+        args = prompts().to_generate_args([chunk(1), text(2)], link=link)
         assert layout_in(args["sampling_params"], 2).link == links
 
 
 def test_link_full_has_no_limit_on_chunks():
-    args = to_generate_args(manager(), [chunk(1)] * 4, link="full")
+    args = prompts().to_generate_args([chunk(1)] * 4, link="full")
     assert args["input_ids"] == [1] * 4 and layout_in(args["sampling_params"], 4).link == "full"
 
 
 def test_the_servers_default_custom_params_still_apply():
     server = manager()
     server.preferred_sampling_params = {"custom_params": {"default": 1}}
-    assert with_layout(None, PromptLayout(((0, 1),)), server)["custom_params"]["default"] == 1
-    assert "default" not in with_layout({"custom_params": {}}, PromptLayout(((0, 1),)), server)["custom_params"]
+    assert prompts(server).with_plan(None, plan(((0, 1),)))["custom_params"]["default"] == 1
+    assert "default" not in prompts(server).with_plan({"custom_params": {}}, plan(((0, 1),)))["custom_params"]
 
 
 @pytest.mark.parametrize(
@@ -103,12 +114,12 @@ def test_the_servers_default_custom_params_still_apply():
 )
 def test_bad_input(segments, cache_salt, params, reason):
     with pytest.raises(ValueError, match=reason):
-        to_generate_args(manager(), segments, cache_salt, params)
+        prompts().to_generate_args(segments, cache_salt, params)
 
 
 def test_links_keep_their_parameters():
     for link, spelled in (("epic:tokens=4", "epic:tokens=4"), ("base+query", "base+query:ratio=0.15")):
-        args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
+        args = prompts().to_generate_args([chunk(1), text(2)], link=link)
         assert layout_in(args["sampling_params"], 2).link == spelled
 
 
@@ -127,21 +138,21 @@ def test_links_keep_their_parameters():
 )
 def test_bad_parameters(link, reason):
     with pytest.raises(ValueError, match=reason):
-        to_generate_args(manager(), [chunk(1), text(2)], link=link)
+        prompts().to_generate_args([chunk(1), text(2)], link=link)
 
 
 @pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
 def test_bad_link(link):
     known = "link must be one of 'block', 'full', 'copy'"
     with pytest.raises(ValueError, match=f"{known}|link has 1 values for a batch of 2"):
-        to_generate_args(manager(), [[chunk(1)]] * 2, link=link)
+        prompts().to_generate_args([[chunk(1)]] * 2, link=link)
     with pytest.raises(ValueError, match=known):
-        to_generate_args(manager(), [chunk(1)], link=link)
+        prompts().to_generate_args([chunk(1)], link=link)
 
 
 def request(**fields):
-    layout = PromptLayout(((2, 5), (6, 8)))
-    fields = {"input_ids": list(range(10)), "sampling_params": with_layout(None, layout, manager()), **fields}
+    params = prompts().with_plan(None, plan(((2, 5), (6, 8))))
+    fields = {"input_ids": list(range(10)), "sampling_params": params, **fields}
     return GenerateReqInput(**fields)
 
 
@@ -151,13 +162,13 @@ def check(obj, server=None):
 
 def test_chunks_alone_pass():
     check(request())
-    assert layout_of(request()) == PromptLayout(((2, 5), (6, 8)))
+    assert plan_of(request()).layout == PromptLayout(((2, 5), (6, 8)))
 
 
 def test_ordinary_requests_are_left_alone():
     for obj in (GenerateReqInput(text="x", lora_path="a", sampling_params={}), EmbeddingReqInput(text="x")):
         prepare_request(manager(), obj, [1])
-        assert layout_of(obj) is None
+        assert plan_of(obj) is None
 
 
 @pytest.mark.parametrize(
@@ -180,8 +191,8 @@ def test_prompt_logprobs_start_after_the_last_chunk(start, fits):
             check(obj)
 
 
-def with_link(link, cache_salt=None, chunks=((2, 5), (6, 8))):
-    return {"custom_params": {LAYOUT_PARAM: PromptLayout(chunks, cache_salt, link).pack()}}
+def with_link(link, cache_salt=None):
+    return prompts().with_plan(None, plan(((2, 5), (6, 8)), link, cache_salt))
 
 
 def test_link_full_excludes_nothing():
@@ -212,13 +223,13 @@ def test_beam_search_excludes_chunks():
 
 
 def test_segments_without_chunks_keep_their_cache_salt():
-    args = to_generate_args(manager(), [text(1), text(2)], "tenant")
+    args = prompts().to_generate_args([text(1), text(2)], "tenant")
     obj = GenerateReqInput(**args)
     check(obj)
-    assert obj.cache_salt == "tenant" and layout_of(obj).chunks == ()
+    assert obj.cache_salt == "tenant" and plan_of(obj).layout.chunks == ()
 
 
-@pytest.mark.parametrize("packed", [str(PromptLayout(((2, 5),), "another's").pack()), None, 3, {}])
+@pytest.mark.parametrize("packed", [PromptLayout(((2, 5),), "another's").pack(), None, 3, {}])
 def test_a_layout_from_a_client_is_refused(packed):
     """It could name another tenant's salt."""
     for fields in ({"input_ids": [5] * 10}, {"text": "x"}):
@@ -227,17 +238,14 @@ def test_a_layout_from_a_client_is_refused(packed):
             prepare_request(manager(), obj, [5] * 10)
 
 
-def test_a_layout_is_checked():
-    params = {"custom_params": {LAYOUT_PARAM: PromptLayout(((0, 11),)).pack()}}
-    with pytest.raises(ValueError, match="beyond the prompt's 10 tokens"):
-        check(request(sampling_params=params))
+def test_a_plan_needs_the_prompt_that_it_describes():
+    params = prompts().with_plan(None, plan(((0, 11),)))
     with pytest.raises(ValueError, match="needs the input_ids"):
         prepare_request(manager(), GenerateReqInput(text="x", sampling_params=params), [1] * 11)
-    with pytest.raises(ValueError, match="link must be one of .*'half'"):
-        check(request(sampling_params=with_link("half")))
-    with pytest.raises(ValueError, match="without chunks must have link full"):
-        check(request(sampling_params=with_link("block", chunks=())))
-    many = {"custom_params": {LAYOUT_PARAM: PromptLayout(tuple((i, i + 1) for i in range(4))).pack()}}
+
+
+def test_chunks_are_limited_however_a_request_has_got_its_plan():
+    many = prompts().with_plan(None, plan(tuple((i, i + 1) for i in range(4))))
     with pytest.raises(ValueError, match="more than the 3 chunks that are allowed"):
         check(request(sampling_params=many))
 

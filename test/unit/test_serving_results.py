@@ -12,24 +12,31 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.segments import LAYOUT_PARAM
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.protocol import cached_tokens_details, extend_protocol, usage_details
+from sglang_lazy.port.serving.requests import share_report
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
-from sglang_lazy.serving.results import CachedTokens, chunk_report, share_report
-from sglang_lazy.serving.usage import usage_of
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.results import CachedTokens, chunk_report
 
-LAYOUT = PromptLayout(((1, 3), (4, 8)))
+PLAN = Plan.of(((1, 3), (4, 8)), get_policy("block"))
 IDS = list(range(20, 30))
 
 
 def request(**fields):
-    params = {"custom_params": {LAYOUT_PARAM: LAYOUT.pack()}}
-    return SimpleNamespace(
-        **{"rid": "r", "input_ids": IDS, "sampling_params": params, "is_single": True, "extra_key": None, **fields}
-    )
+    return plain_request(sampling_params={"custom_params": {LAYOUT_PARAM: PLAN.pack()}}, **fields)
+
+
+def plain_request(is_single=True, **fields):
+    made = GenerateReqInput(**{"rid": "r", "input_ids": IDS, "sampling_params": {}, **fields})
+    made.is_single = is_single
+    return made
 
 
 def output(finish_reason=None, **meta_info):
@@ -55,8 +62,8 @@ def test_report():
         {"id": chunk_id(tokens_digest([21, 22])), "tokens": 2, "offset": 1, "hit": False, "reused_tokens": 0},
         {"id": chunk_id(tokens_digest([24, 25, 26, 27])), "tokens": 4, "offset": 4, "hit": True, "reused_tokens": 4},
     )
-    assert chunk_report(LAYOUT, IDS, hits=0b10) == [first, second]
-    assert chunk_report(LAYOUT, IDS, hits=0b10, parts={1: 3}) == [first, {**second, "reused_tokens": 3}]
+    assert chunk_report(PLAN.layout, IDS, hits=0b10) == [first, second]
+    assert chunk_report(PLAN.layout, IDS, hits=0b10, parts={1: 3}) == [first, {**second, "reused_tokens": 3}]
 
 
 def test_hits_of_which_nothing_or_a_part_is_reused():
@@ -105,9 +112,12 @@ def test_without_details_nothing_counts_as_a_hit():
     assert last["cached_tokens_details"] is None
 
 
-def with_link(link, chunks=LAYOUT.chunks):
-    layout = PromptLayout(chunks, "salt", link)
-    return request(sampling_params={"custom_params": {LAYOUT_PARAM: layout.pack()}})
+def with_plan(plan):
+    return plain_request(sampling_params={"custom_params": {LAYOUT_PARAM: plan.pack()}})
+
+
+def with_link(link):
+    return with_plan(Plan.of(PLAN.layout.chunks, get_policy(link), "salt"))
 
 
 def test_the_link_of_prompts_with_chunks_is_reported():
@@ -120,13 +130,13 @@ def test_the_link_of_prompts_with_chunks_is_reported():
 
 
 def test_a_prompt_without_chunks_has_no_link():
-    (last,) = collect(with_link("full", chunks=()), output({"type": "stop"}, cached_tokens=3))
+    (last,) = collect(with_plan(Plan.salted("salt")), output({"type": "stop"}, cached_tokens=3))
     assert "link" not in last and "chunks" not in last
 
 
 def test_ordinary_requests_are_untouched():
     out = output({"type": "stop"}, cached_tokens=3)
-    (last,) = collect(SimpleNamespace(rid="r", input_ids=IDS, sampling_params={}), out)
+    (last,) = collect(plain_request(), out)
     assert last == {"finish_reason": {"type": "stop"}, "cached_tokens": 3, "cached_tokens_details": None}
     assert type(last["cached_tokens"]) is int
 
@@ -165,13 +175,15 @@ def test_every_prompt_is_remembered_once():
         answer(obj)
     answer(request(log_metrics=False))
     answer(with_link("full"))
-    answer(SimpleNamespace(rid="r", input_ids=IDS, sampling_params={}))
-    usage, now = usage_of(manager), time.time()
+    answer(plain_request())
+    usage, now = frontend_of(manager).usage, time.time()
     numbers = [sum(column) for column in zip(*usage.history(None, False, now), strict=True)][1:]
     assert numbers == [2, 4, 2, 2 * 6, 4]
     prompt = usage.last(None, False)[0]
     assert (prompt["link"], prompt["cache_salt"], prompt["num_chunks"]) == ("block", None, 2)
-    expected = [{key: chunk[key] for key in ("id", "tokens", "hit")} for chunk in chunk_report(LAYOUT, IDS, hits=1)]
+    expected = [
+        {key: chunk[key] for key in ("id", "tokens", "hit")} for chunk in chunk_report(PLAN.layout, IDS, hits=1)
+    ]
     assert prompt["chunks"] == expected and abs(prompt["time"] - now) < 60
     for extra_key, known in ((None, 1), ("more", 1)):
         obj = with_link("block")

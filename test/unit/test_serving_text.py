@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 from test_serving_tokenization import byte_level
 
+from fakes.server import new_frontend
 from sglang_lazy import chunk
 from sglang_lazy.core.config import ENV_VAR
 from sglang_lazy.entrypoints.engine import Engine
+from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
@@ -78,26 +80,23 @@ def test_splitting_undoes_joining(seed):
     assert spelled(parts, content) == "".join(f"{{{w}}}" if i % 2 and w.strip() else w for i, w in enumerate(given))
 
 
-def test_without_a_separator_plain_text_stays_text(monkeypatch):
+def test_without_a_separator_plain_text_stays_text():
     assert (
-        segments_in("a##b", None)
-        is segments_in("a b", "##")
-        is segments_in(None, "##")
-        is segments_in([5], "#")
-        is None
+        segments_in("a##b", "") is segments_in("a b", "##") is segments_in(None, "##") is segments_in([5], "#") is None
     )
-    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##"}))
-    assert segments_in(["a##b##", "c"], None) == [
+    assert segments_in(["a##b##", "c"], "##") == [
         [{"type": "text", "text": "a"}, {"type": "chunk", "text": "b"}],
         [{"type": "text", "text": "c"}],
     ]
     with pytest.raises(ValueError, match="1 of the chunk separator '##'"):
-        segments_in(["a##b##", "c##"], None)
-    assert segments_in("a##b##", "") is None, "the request's separator overrides the flag"
+        segments_in(["a##b##", "c##"], "##")
 
 
 def test_requests_override_flags(monkeypatch):
-    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool, function"}))
+    process = new_frontend(chunk_separator="##", chunk_roles="tool, function")
+    monkeypatch.setattr(frontend, "current", lambda: process)
+    prompts = process.prompts
+    assert (prompts.separator(None), prompts.separator(""), prompts.separator("--")) == ("##", "", "--")
 
     def chunks(role, **fields):
         message = {"role": role, "content": "a##b##c", "tool_call_id": "1"}

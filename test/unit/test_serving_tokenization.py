@@ -74,7 +74,7 @@ def tokenizer(request):
 def test_one_text_segment_has_sglangs_tokens(tokenizer):
     prompt = SegmentTokenizer(tokenizer).encode([text("The river rises.")])
     assert prompt.input_ids == tokenizer.encode("The river rises.")
-    assert prompt.chunks == () and prompt.layout("block", None) is None
+    assert prompt.chunks == ()
 
 
 def test_a_chunk_has_the_same_tokens_wherever_it_stands(tokenizer):

@@ -9,15 +9,18 @@ import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.serving.shadow import abort_with_all, attach_shadow, give_way, make_idle
+from sglang_lazy.core.segments import LAYOUT_PARAM
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.port.serving.requests import plan_of, served
+from sglang_lazy.port.serving.shadow import abort_with_all, give_way, make_idle
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
 from sglang_lazy.serving import agreement, shadow
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW, RecentAgreement
-from sglang_lazy.serving.requests import layout_of
-from sglang_lazy.serving.shadow import COUNTERS
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.shadow import COUNTERS, Shadow
 
-LAYOUT = PromptLayout(((0, 2),), cache_salt="tenant")
+PLAN = Plan.of(((0, 2),), get_policy("block"), "tenant")
 ANSWER = [7, 8, 9]
 
 
@@ -65,13 +68,17 @@ class Manager:
         assert not self.rid_to_state
 
 
-def user_request(**params):
-    params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: LAYOUT.pack(), "mine": 1}, **params}
+def user_request(plan=PLAN, **params):
+    params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: plan.pack(), "mine": 1}, **params}
     return SimpleNamespace(
         rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", cache_salt="tenant",
-        lora_path=None, image_data=None,
+        lora_path=None, image_data=None, log_metrics=True,
         custom_logit_processor=None, require_reasoning=False, max_thinking_tokens=None,
     )  # fmt: skip
+
+
+def offer(subject, request):
+    subject.offer(served(request, plan_of(request)), ANSWER)
 
 
 def run(scenario, rate=1.0):
@@ -81,7 +88,8 @@ def run(scenario, rate=1.0):
         manager, counts = Manager(), Counter()
         counters = {name: SimpleNamespace(inc=lambda name=name: counts.update([name])) for name in COUNTERS}
         recent = RecentAgreement(0, lambda name, value, **labels: None)
-        subject = attach_shadow(manager, rate, counters, recent)
+        frontend = frontend_of(manager)
+        subject = frontend.shadow = Shadow(frontend.prompts, rate, counters, recent)
         await scenario(manager, subject)
         if subject.under_way:
             await asyncio.wait_for(subject._task, 5)
@@ -100,10 +108,10 @@ def run(scenario, rate=1.0):
 )
 def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
     async def scenario(manager, subject):
-        subject.offer(user_request(stop=["."]), LAYOUT, ANSWER)
+        offer(subject, user_request(stop=["."]))
         request = await manager.next_request()
         # The salt is the request's own, not its layout's.
-        assert layout_of(request) == PromptLayout(LAYOUT.chunks, None, "full") and request.input_ids == [1, 2, 3]
+        assert plan_of(request) == Plan.of(PLAN.layout.chunks, get_policy("full")) and request.input_ids == [1, 2, 3]
         assert request.sampling_params["stop"] == ["."] and request.sampling_params["custom_params"]["mine"] == 1
         assert (
             (request.extra_key, request.cache_salt) == ("key", "tenant")
@@ -118,14 +126,14 @@ def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
 def test_only_greedy_requests_are_eligible():
     async def scenario(manager, subject):
         for params in ({"temperature": 0.1}, {"temperature": 1, "top_k": 2}, {"n": 2}):
-            subject.offer(user_request(**params), LAYOUT, ANSWER)
+            offer(subject, user_request(**params))
         bare = user_request()
         del bare.sampling_params["temperature"]  # SGLang's default is 1
-        subject.offer(bare, LAYOUT, ANSWER)
+        offer(subject, bare)
         shown = user_request()
         shown.image_data = ["image"]
-        subject.offer(shown, LAYOUT, ANSWER)
-        subject.offer(user_request(temperature=1, top_k=1), LAYOUT, ANSWER)
+        offer(subject, shown)
+        offer(subject, user_request(temperature=1, top_k=1))
         await manager.next_request()
         manager.reply(ANSWER)
 
@@ -135,7 +143,7 @@ def test_only_greedy_requests_are_eligible():
 def test_shadows_run_one_at_a_time():
     async def scenario(manager, subject):
         for _ in range(3):
-            subject.offer(user_request(), LAYOUT, ANSWER)
+            offer(subject, user_request())
         await manager.next_request()
         manager.reply([])
         await asyncio.wait([subject._task])
@@ -150,7 +158,7 @@ def test_the_sampled_fraction_is_deterministic(rate, least, most):
         chosen.append([])
         for index in range(1000):
             before = subject._task
-            subject.offer(user_request(), LAYOUT, ANSWER)
+            offer(subject, user_request())
             if subject._task is not before:
                 subject._task.cancel()
                 await asyncio.wait([subject._task])
@@ -165,7 +173,7 @@ def test_the_sampled_fraction_is_deterministic(rate, least, most):
 def test_a_shadow_waits_until_the_server_is_idle():
     async def scenario(manager, subject):
         manager.rid_to_state["other"] = SimpleNamespace()
-        subject.offer(user_request(), LAYOUT, ANSWER)
+        offer(subject, user_request())
         for _ in range(20):
             await asyncio.sleep(0)
         assert not manager.requests
@@ -178,7 +186,7 @@ def test_a_shadow_waits_until_the_server_is_idle():
 
 def test_a_shadow_yields_to_users_and_starts_over():
     async def scenario(manager, subject):
-        subject.offer(user_request(), LAYOUT, ANSWER)
+        offer(subject, user_request())
         first = await manager.next_request()
         give_way(manager, first, [])  # the shadow's own arrival must not abort it
         assert not manager.aborted
@@ -196,7 +204,7 @@ def test_aborting_all_requests_drops_the_shadow():
         for waiting in (True, False):
             if waiting:
                 manager.rid_to_state["other"] = SimpleNamespace()
-            subject.offer(user_request(), LAYOUT, ANSWER)
+            offer(subject, user_request())
             if not waiting:
                 await manager.next_request()
             abort_with_all(manager, "someone's")
@@ -218,7 +226,7 @@ def test_a_shadow_yields_to_calls_that_need_an_idle_server():
 
     async def scenario(manager, subject):
         assert await make_idle(flush, manager, timeout_s=1) == 1
-        subject.offer(user_request(), LAYOUT, ANSWER)
+        offer(subject, user_request())
         await manager.next_request()
         assert await make_idle(flush, manager, timeout_s=2) == 2
 
@@ -228,14 +236,14 @@ def test_a_shadow_yields_to_calls_that_need_an_idle_server():
 def test_no_shadow_starts_during_shutdown():
     async def scenario(manager, subject):
         manager.gracefully_exit = True
-        subject.offer(user_request(), LAYOUT, ANSWER)
+        offer(subject, user_request())
 
     assert run(scenario) == {"dropped": 1}
 
 
 def test_errors_are_counted_and_logged(caplog):
     async def scenario(manager, subject):
-        subject.offer(user_request(), LAYOUT, ANSWER)
+        offer(subject, user_request())
         await manager.next_request()
         manager.reply([], "abort")
 
@@ -259,14 +267,16 @@ def test_finished_answers_over_reused_chunks_are_offered(link, kind, output_ids,
 
     async def scenario(manager, subject):
         subject.offer = lambda *arguments: seen.append(arguments)
-        layout = PromptLayout(LAYOUT.chunks, link=link)
-        obj = user_request(custom_params={LAYOUT_PARAM: layout.pack()})
+        plan = Plan.of(PLAN.layout.chunks, get_policy(link))
+        obj = user_request(plan)
         manager.rid_to_state[obj.rid] = SimpleNamespace(output_ids=output_ids)
         stream = report_chunks(wait, manager, obj)
         await anext(stream)
         assert not seen
         await anext(stream)
-        assert seen == ([(obj, layout, output_ids)] if offered else [])
+        assert [(one.request, one.plan, answer) for one, answer in seen] == (
+            [(obj, plan, output_ids)] if offered else []
+        )
 
     seen = []
     run(scenario)
@@ -331,7 +341,7 @@ def test_a_comparison_counts_for_its_link():
     async def scenario(manager, subject):
         subject.recent = SimpleNamespace(add=lambda *outcome: seen.append(outcome))
         for tokens in ([7, 8], ANSWER):
-            subject.offer(user_request(), PromptLayout(LAYOUT.chunks, link="base"), ANSWER)
+            offer(subject, user_request(Plan.of(PLAN.layout.chunks, get_policy("base"))))
             await manager.next_request()
             manager.reply(tokens)
             await asyncio.wait([subject._task])

@@ -14,10 +14,11 @@ from starlette.datastructures import Headers
 
 from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.tenants import take_salt, to_scheduler
 from sglang_lazy.port.serving.typed import convert_request
-from sglang_lazy.serving.requests import check_cache_salt, salt_of
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.salts import check_cache_salt, salt_of
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=500)
@@ -135,7 +136,7 @@ def test_names_of_plain_prompts_are_printable(field, bad):
 
 def test_messages_to_the_scheduler_have_plain_strings():
     """msgpack knows no others."""
-    packed = PromptLayout(((0, 1),)).pack()
+    packed = Plan.of(((0, 1),), get_policy("block")).pack()
     params = SamplingParams(custom_params={"sglang_lazy": packed, "mine": 1})
     sent = to_scheduler(types.SimpleNamespace(sampling_params=params))
     assert type(sent.sampling_params.custom_params["sglang_lazy"]) is str

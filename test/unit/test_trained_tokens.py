@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from fakes.server import FakeServer, new_frontend
 from sglang_lazy.core.policy import TrainedTokens
-from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
-from sglang_lazy.serving.requests import with_trained_tokens, without_trained_tokens
+from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.tokenization import TokenizedPrompt
 from sglang_lazy.serving.trained_tokens import FILE, add_trained_tokens, load, remove_trained_tokens, tokens_for
 
@@ -41,24 +41,18 @@ def test_wrapping_is_undone(link):
         assert remove_trained_tokens(put.input_ids, put.chunks, get_policy(link), trained) == prompt
 
 
-class Manager:
-    """The parts of SGLang's tokenizer manager in use."""
-
-    def __init__(self, folder):
-        self.model_path, self.model_config = str(folder), type("Config", (), {"vocab_size": VOCAB_SIZE})
-
-
 def test_only_policies_that_want_them_get_tokens(tmp_path):
     (tmp_path / FILE).write_text(json.dumps({"packet": {"before": [80], "behind": [81]}}))
-    manager = Manager(tmp_path)
+    prompts = new_frontend(FakeServer(vocab_size=VOCAB_SIZE, model_path=str(tmp_path))).prompts
     for link in ("block", "base+query:ratio=0.1", "full"):
-        assert with_trained_tokens(manager, PROMPT, link) == PROMPT
-        assert without_trained_tokens(manager, PROMPT.input_ids, PromptLayout(PROMPT.chunks, None, link)) == PROMPT
-    prompt = with_trained_tokens(manager, PROMPT, "packet")
-    layout = PromptLayout(prompt.chunks, None, "packet")
-    assert without_trained_tokens(manager, prompt.input_ids, layout) == PROMPT
+        plan = Plan.of(PROMPT.chunks, get_policy(link))
+        assert prompts.with_trained_tokens(PROMPT, plan.policy) == PROMPT
+        assert prompts.without_trained_tokens(PROMPT.input_ids, plan) == PROMPT
+    packet = get_policy("packet")
+    prompt = prompts.with_trained_tokens(PROMPT, packet)
+    assert prompts.without_trained_tokens(prompt.input_ids, Plan.of(prompt.chunks, packet)) == PROMPT
     with pytest.raises(ValueError, match="link kvlink: this model was not trained for it"):
-        with_trained_tokens(manager, PROMPT, "kvlink")
+        prompts.with_trained_tokens(PROMPT, get_policy("kvlink"))
 
 
 @pytest.mark.parametrize(

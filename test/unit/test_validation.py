@@ -9,6 +9,8 @@ from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.serving.validation import the_one, told
 
+pytestmark = pytest.mark.usefixtures("http_process")
+
 USER = {"role": "user", "content": "Who?"}
 
 

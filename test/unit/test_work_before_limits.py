@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from fastapi import HTTPException
 
-from sglang_lazy.core.config import LazyConfig
+from fakes.server import FakeServer, new_frontend
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import ChunkLimit, TooManyChunks, parse_segments
+from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.messages import MessagesRequest
@@ -20,7 +21,6 @@ from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.port.serving.tokenizer_manager import begin, tokenize_texts
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.known_chunks import KnownChunks, with_tokens
-from sglang_lazy.serving.requests import chunk_limit, to_generate_args
 from sglang_lazy.serving.text import segments_in
 from sglang_lazy.serving.threads import LARGE, TURN, Outcome, finished, give_way, in_thread
 
@@ -42,14 +42,9 @@ class Counted(list):
 
 
 @pytest.fixture(autouse=True)
-def _config(monkeypatch):
-    monkeypatch.setattr(LazyConfig, "from_env", classmethod(lambda cls: cls(max_chunks=MOST)))
-
-
-MANAGER = SimpleNamespace(
-    tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100),
-    context_len=8, allow_auto_truncate=False,
-)  # fmt: skip
+def _process(monkeypatch):
+    process = new_frontend(FakeServer(context_len=8), max_chunks=MOST)
+    monkeypatch.setattr(frontend, "current", lambda: process)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +53,7 @@ MANAGER = SimpleNamespace(
         lambda parts: ChunkParts(limit=LIMIT).take_from_content(parts, "content"),
         lambda parts: parse_segments(parts, limit=LIMIT),
         lambda parts: with_tokens(KnownChunks(), parts, None, limit=LIMIT),
-        lambda parts: to_generate_args(MANAGER, parts),
+        lambda parts: frontend.current().prompts.to_generate_args(parts),
     ],
 )
 def test_chunks_are_counted_while_they_are_taken(take):
@@ -124,12 +119,13 @@ def test_blanks_between_separators_are_allowed():
 
 
 def test_what_limits_the_chunks():
+    prompts = frontend.current().prompts
     for link in (None, "base+epic", "no policy"):
-        assert chunk_limit(link, 8) == (MOST, "--lazy-max-chunks")
+        assert prompts.limit(link) == (MOST, "--lazy-max-chunks")
     for link in ("full", ["block", None]):
-        assert chunk_limit(link, 8) == (8, "the model's context length")
+        assert prompts.limit(link) == (8, "the model's context length")
     with pytest.raises(TooManyChunks, match="the 8 chunks that are allowed"):
-        to_generate_args(MANAGER, [{"type": "chunk", "input_ids": [1]}] * 9, link="full")
+        prompts.to_generate_args([{"type": "chunk", "input_ids": [1]}] * 9, link="full")
 
 
 def test_tokens_of_known_chunks_are_counted_before_they_are_copied():
@@ -138,7 +134,7 @@ def test_tokens_of_known_chunks_are_counted_before_they_are_copied():
     name = chunk_id(tokens_digest([1] * 5))
     segments = with_tokens(known, [{"type": "chunk", "id": name}] * 2, None, limit=LIMIT)
     with pytest.raises(ValueError, match="at least 10 tokens"):
-        to_generate_args(MANAGER, segments)
+        frontend.current().prompts.to_generate_args(segments)
 
 
 # Threads

@@ -12,11 +12,6 @@ LAYOUT_PARAM = "sglang_lazy"
 LAYOUT_VERSION = 1
 
 
-class PackedLayout(str):
-    """A layout as it travels with a request. Clients, who could claim another tenant's salt in one, cannot send an
-    object of this class."""
-
-
 _KINDS = ("text", "chunk")
 _KEYS = frozenset(("type", "text", "input_ids"))
 
@@ -150,12 +145,12 @@ class PromptLayout:
     link: str = "block"
     ahead: bool = False
 
-    def pack(self) -> PackedLayout:
+    def pack(self) -> str:
         """Serialize as JSON, which every transport between SGLang's processes preserves."""
         fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
         if self.ahead:
             fields["ahead"] = True
-        return PackedLayout(json.dumps(fields, separators=(",", ":")))
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":

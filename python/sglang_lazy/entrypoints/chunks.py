@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_lazy.port.scheduler.pinning import pin_chunks
-from sglang_lazy.port.serving import chunk_calls
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.serving import chunk_calls
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
-from sglang_lazy.serving.requests import check_cache_salt
+from sglang_lazy.serving.frontend import Frontend
+from sglang_lazy.serving.salts import check_cache_salt
 
 
 class ChunkMethods:
@@ -17,6 +18,10 @@ class ChunkMethods:
 
     loop: Any
     tokenizer_manager: Any
+
+    @property
+    def _frontend(self) -> Frontend:
+        return frontend_of(self.tokenizer_manager)
 
     def register_chunks(self, chunks: Iterable[Any], **options: Any) -> dict[str, Any]:
         """Compute chunks ahead of use, so that prompts find them cached and may refer to them by id.
@@ -42,7 +47,7 @@ class ChunkMethods:
         """`register_chunks` for use in an event loop."""
         body: dict[str, Any] = {"chunks": list(chunks), "link": link, "lora_path": lora_path, "wait": True}
         body |= {name: value for name, value in (("pin", pin), ("ttl", ttl)) if value is not None}
-        return await chunk_calls.register_chunks(self.tokenizer_manager, cache_salt, body)
+        return await chunk_calls.register_chunks(self._frontend, cache_salt, body)
 
     def list_chunks(self, cache_salt: str | None = None, *, everybody: bool = False, **query: Any) -> dict[str, Any]:
         """One page of a tenant's chunks, or of everybody's: {"total": 2, "next": None, "chunks": [{"id": …}, …]}.
@@ -56,7 +61,7 @@ class ChunkMethods:
     ) -> dict[str, Any]:
         """`list_chunks` for use in an event loop."""
         arguments = list_arguments(**query)
-        return await chunk_calls.list_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), everybody, arguments)
+        return await chunk_calls.list_chunks(self._frontend, check_cache_salt(cache_salt), everybody, arguments)
 
     def get_chunk(self, chunk_id: str, cache_salt: str | None = None) -> dict[str, Any]:
         """The chunks with this id, one for each preamble: {"chunks": [{"id": …}], "registration": None}.
@@ -67,7 +72,7 @@ class ChunkMethods:
 
     async def async_get_chunk(self, chunk_id: str, cache_salt: str | None = None) -> dict[str, Any]:
         """`get_chunk` for use in an event loop."""
-        return await chunk_calls.get_chunk(self.tokenizer_manager, check_cache_salt(cache_salt), chunk_id)
+        return await chunk_calls.get_chunk(self._frontend, check_cache_salt(cache_salt), chunk_id)
 
     def pin_chunks(self, ids: Iterable[str], **options: Any) -> dict[str, Any]:
         """Pin the KV of cached chunks to the device or, with pin=False, end their pins.
@@ -85,7 +90,7 @@ class ChunkMethods:
         """`pin_chunks` for use in an event loop."""
         pin, ttl = pin_arguments({"pin": pin, "ttl": ttl})
         names = [check_id(name) for name in ids]
-        return await pin_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), names, pin, ttl)
+        return await self._frontend.pins.set(check_cache_salt(cache_salt), names, pin, ttl)
 
     def delete_chunks(self, ids: Iterable[str], cache_salt: str | None = None) -> dict[str, Any]:
         """Remove the KV of chunks from the cache, and forget their ids.
@@ -97,4 +102,4 @@ class ChunkMethods:
 
     async def async_delete_chunks(self, ids: Iterable[str], cache_salt: str | None = None) -> dict[str, Any]:
         """`delete_chunks` for use in an event loop."""
-        return await chunk_calls.delete_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), list(ids))
+        return await chunk_calls.delete_chunks(self._frontend, check_cache_salt(cache_salt), list(ids))

@@ -10,10 +10,11 @@ from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.port import plugin
 from sglang_lazy.port.serving import selftest
+from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.start import check_start
-from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
-from sglang_lazy.serving.requests import chunk_limit, refuse_without_segments, to_generate_args
-from sglang_lazy.serving.text import chosen_separator, segments_in
+from sglang_lazy.serving.known_chunks import with_tokens
+from sglang_lazy.serving.prompts import refuse_without_segments
+from sglang_lazy.serving.text import segments_in
 
 
 class Engine(ChunkMethods, engine.Engine):
@@ -66,18 +67,20 @@ class Engine(ChunkMethods, engine.Engine):
         stock, kwargs = kwargs, {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
         if segments is None:
             _refuse_segments(kwargs.get("prompt"))
-        limit = chunk_limit(link, self.tokenizer_manager.context_len)
+        frontend = frontend_of(self.tokenizer_manager)
+        prompts = frontend.prompts
+        limit, separator = prompts.limit(link), prompts.separator(None)
         if segments is None:
-            segments = segments_in(kwargs.get("prompt"), None, limit)
+            segments = segments_in(kwargs.get("prompt"), separator, limit)
             if segments is None:
-                refuse_without_segments(None if chosen_separator(None) else link)
+                refuse_without_segments(None if separator else link)
                 return args, {**stock, "cache_salt": cache_salt}
             del kwargs["prompt"]
         if len(args) > 2 or kwargs.pop("prompt", None) is not None or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
         params = kwargs.pop("sampling_params", None)
-        segments = with_tokens(known_chunks(self.tokenizer_manager), segments, cache_salt, limit=limit)
-        return (), {**kwargs, **to_generate_args(self.tokenizer_manager, segments, cache_salt, params, link)}
+        segments = with_tokens(frontend.known, segments, cache_salt, limit=limit)
+        return (), {**kwargs, **prompts.to_generate_args(segments, cache_salt, params, link)}
 
 
 def _refuse_segments(prompt: Any) -> None:

@@ -16,6 +16,6 @@
 from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.bodies import chunks_in, hits_by_chunk
 from sglang_lazy.routing.events import follow
-from sglang_lazy.routing.picker import Pick, Picker
+from sglang_lazy.serving.picker import Pick, Picker
 
 __all__ = ["BlockHashes", "Pick", "Picker", "chunks_in", "follow", "hits_by_chunk"]

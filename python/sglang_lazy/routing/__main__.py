@@ -13,7 +13,7 @@ from yarl import URL
 
 from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.middleware import Middleware
-from sglang_lazy.routing.picker import CAPACITY, IMBALANCE, Picker
+from sglang_lazy.serving.picker import CAPACITY, IMBALANCE, Picker
 
 
 def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:

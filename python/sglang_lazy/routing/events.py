@@ -14,7 +14,7 @@ import zmq.asyncio
 from yarl import URL
 
 from sglang_lazy.routing.block_hashes import SAMPLE, BlockHashes
-from sglang_lazy.routing.picker import Picker
+from sglang_lazy.serving.picker import Picker
 
 RETRY_S = 2.0
 

@@ -20,7 +20,7 @@ from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.bodies import chunks_in, hits_by_chunk
 from sglang_lazy.routing.events import follow
-from sglang_lazy.routing.picker import Pick, Picker
+from sglang_lazy.serving.picker import Pick, Picker
 
 TARGET = "X-SMG-Target-Worker"
 """Request header: the worker's index among the healthy ones, in the order of `/workers`."""

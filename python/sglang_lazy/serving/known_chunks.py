@@ -10,11 +10,11 @@ from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment
 from sglang_lazy.serving.chunk_lists import check_id
-from sglang_lazy.serving.requests import check_cache_salt, is_batch
+from sglang_lazy.serving.prompts import is_batch
+from sglang_lazy.serving.salts import check_cache_salt
 
 CAPACITY = 1 << 28
 """The bytes that the tokens of known chunks may take, at 4 for each token and half a kilobyte for each chunk."""
-_ATTR = "_sglang_lazy_known_chunks"
 
 
 class UnknownChunk(ValueError):
@@ -75,16 +75,6 @@ class KnownChunks:
 
     def _alike(self, tenant: str | None, name: str) -> tuple[tuple[bytes, array], ...]:
         return self._chunks.get((tenant, name[:MIN_DIGITS])) or ()
-
-
-def known_chunks(tokenizer_manager: Any) -> KnownChunks:
-    """The known chunks of `tokenizer_manager`."""
-    return vars(tokenizer_manager).setdefault(_ATTR, KnownChunks())
-
-
-def replace(tokenizer_manager: Any, known: Any) -> None:
-    """Make `tokenizer_manager` use `known`, which stands for chunks known to another process."""
-    setattr(tokenizer_manager, _ATTR, known)
 
 
 def with_tokens(

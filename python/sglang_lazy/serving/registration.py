@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import tokens_digest
-from sglang_lazy.core.segments import PromptLayout, parse_segment
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.segments import parse_segment
 from sglang_lazy.policies import get_policy
-from sglang_lazy.serving.requests import check_cache_salt, choose_link, tokenize, with_trained_tokens
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.prompts import Prompts
+from sglang_lazy.serving.salts import check_cache_salt
 from sglang_lazy.serving.turns import Turns
 
 MAX_CHUNKS = 1000
@@ -25,7 +28,6 @@ BACKLOG, PER_CHUNK = 1 << 25, 1000
 what goes with it: 200 MiB in all."""
 RETRY_S = 5
 """After how many seconds to send a registration again that a server had no room for."""
-_ATTR, _TURNS = "_sglang_lazy_registrations", "_sglang_lazy_registration_turns"
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +53,14 @@ class Chunk(NamedTuple):
 
 
 class Registration(NamedTuple):
-    """chunks: the distinct ones.  requested: how many there were.  link: the policy that they are for."""
+    """chunks: the distinct ones.  requested: how many there were.  policy: the one that they are for."""
 
     chunks: list[Chunk]
     requested: int
-    link: str
+    policy: Policy
 
 
-def parse_registration(manager: Any, body: Any, salt: str | None) -> Registration:
+def parse_registration(prompts: Prompts, body: Any, salt: str | None) -> Registration:
     """The registration in the body of a request.
 
     body: `chunks`, a list of texts or of objects with `text` or `input_ids`, and `link`. Raises ValueError, naming the
@@ -76,40 +78,39 @@ def parse_registration(manager: Any, body: Any, salt: str | None) -> Registratio
     if not isinstance(body.get("wait", False), bool):
         raise ValueError("wait must be true or false")
     check_cache_salt(salt)
-    link = choose_link(body.get("link"))
-    policy = get_policy(link)
+    policy = prompts.policy(body.get("link"))
     if not policy.reuses:
-        raise ValueError(f"link {link!r} computes no chunks: name another")
+        raise ValueError(f"link {str(policy)!r} computes no chunks: name another")
     if policy.preamble == "lead":
-        raise ValueError(f"link {link!r}: its chunks depend on the prompt, so they cannot be computed ahead")
-    tokens = [array("i", _tokens(manager, index, chunk, salt, link)) for index, chunk in enumerate(chunks)]
+        raise ValueError(f"link {str(policy)!r}: its chunks depend on the prompt, so they cannot be computed ahead")
+    tokens = [array("i", _tokens(prompts, index, chunk, salt, policy)) for index, chunk in enumerate(chunks)]
     distinct = {one.tobytes(): one for one in tokens}.values()
-    return Registration([Chunk(tokens_digest(one).hex(), one) for one in distinct], len(tokens), link)
+    return Registration([Chunk(tokens_digest(one).hex(), one) for one in distinct], len(tokens), policy)
 
 
-def _tokens(manager: Any, index: int, chunk: Any, salt: str | None, link: str) -> list[int]:
+def _tokens(prompts: Prompts, index: int, chunk: Any, salt: str | None, policy: Policy) -> list[int]:
     value = {"type": "chunk", "text": chunk} if isinstance(chunk, str) else chunk
     if isinstance(value, Mapping):
         value = {"type": "chunk", **value}
     try:
-        segment = parse_segment(value, manager.model_config.vocab_size)
+        segment = parse_segment(value, prompts.server.vocab_size)
         if not segment.is_chunk:
             raise ValueError("expected a chunk")
-        prompt = with_trained_tokens(manager, tokenize(manager, [segment], salt), link)
+        prompt = prompts.with_trained_tokens(prompts.tokenize([segment], salt), policy)
     except ValueError as error:
         raise ValueError(f"chunks[{index}]: {error}") from None
     ((start, end),) = prompt.chunks
     return prompt.input_ids[start:end]
 
 
-def prompt_for(tokens: Sequence[int], link: str, salt: str | None) -> tuple[list[int], PromptLayout]:
-    """The prompt that computes a chunk as `link` needs it: the chunk, and one token of text."""
-    return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, computing(link), ahead=True)
+def prompt_for(tokens: Sequence[int], policy: Policy, salt: str | None) -> tuple[list[int], Plan]:
+    """The prompt that computes a chunk as `policy` needs it: the chunk, and one token of text."""
+    return [*tokens, tokens[-1]], Plan.of(((0, len(tokens)),), computing(policy), salt, ahead=True)
 
 
-def computing(link: str) -> str:
-    """The policy that computes whole chunks as `link` needs them, and recomputes nothing."""
-    return "base" if get_policy(link).preamble == "neutral" else "block"
+def computing(policy: Policy) -> Policy:
+    """The policy that computes whole chunks as `policy` needs them, and recomputes nothing."""
+    return get_policy("base" if policy.preamble == "neutral" else "block")
 
 
 class Registrations:
@@ -186,24 +187,6 @@ class WorkerRegistrations:
         """Called when the worker has ended."""
         for begun in self._begun.elements():
             self._all.end(*begun, "the tokenizer worker that registered it has ended")
-
-
-def registrations(tokenizer_manager: Any) -> Registrations:
-    """The registrations of `tokenizer_manager`."""
-    return vars(tokenizer_manager).setdefault(_ATTR, Registrations())
-
-
-def replace(tokenizer_manager: Any, kept: Any) -> None:
-    """Make `tokenizer_manager` use `kept`, which stands for registrations in another process."""
-    setattr(tokenizer_manager, _ATTR, kept)
-
-
-def turns_of(tokenizer_manager: Any) -> Turns:
-    """The turns of registered chunks in `tokenizer_manager`, one of a server's several."""
-    if (turns := vars(tokenizer_manager).get(_TURNS)) is None:
-        turns = Turns(max(1, AT_ONCE // tokenizer_manager.server_args.tokenizer_worker_num))
-        setattr(tokenizer_manager, _TURNS, turns)
-    return turns
 
 
 async def compute(

@@ -10,10 +10,8 @@ from typing import Any
 
 from sglang_lazy.core.keys import Namespace, chunk_id, digests
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.policies import get_policy
+from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.usage import Usage
-
-_SHARED_ATTR = "_sglang_lazy_shared_report"
 
 
 class CachedTokens(int):
@@ -57,7 +55,7 @@ def chunk_report(
 
 
 @dataclasses.dataclass(eq=False)
-class _SharedReport:
+class SharedReport:
     """What the samples of a prompt report. SGLang computes the prompt before them, and they then find all of it cached:
     the first report counts.
 
@@ -65,37 +63,55 @@ class _SharedReport:
     """
 
     reuse: tuple | None = None
-    counted: Any = None
+    counted: "Served | None" = None
 
 
-def share_report(obj: Any) -> None:
-    """Let the samples of a prompt, which SGLang makes as copies of `obj`, share one report."""
-    setattr(obj, _SHARED_ATTR, _SharedReport())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Served:
+    """A request with a plan, which the scheduler has got.
+
+    request: SGLang's, to be handed back to `Server`.
+    input_ids, params: its prompt and its sampling parameters.
+    extra_key: the client's key.
+    has_images: whether it has any.
+    is_single: whether nothing else shares its stream.
+    is_counted: whether it counts as traffic, as internal requests do not.
+    shared: what the samples of its prompt share; None for the only one.
+    """
+
+    plan: Plan
+    request: Any
+    rid: str
+    input_ids: list[int]
+    params: dict[str, Any]
+    extra_key: str | None = None
+    has_images: bool = False
+    is_single: bool = True
+    is_counted: bool = True
+    shared: SharedReport | None = None
 
 
-async def annotated(
-    outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, usage: Usage
-) -> AsyncGenerator[dict, None]:
-    """`outputs` of a request with a layout, with the scheduler's bit mask of hits turned into a report.
+async def annotated(outputs: AsyncGenerator[dict, None], served: Served, usage: Usage) -> AsyncGenerator[dict, None]:
+    """`outputs` of a request with a plan, with the scheduler's bit mask of hits turned into a report.
 
     usage: records the prompt, once, unless it is an internal one.
     Raises ValueError if the scheduler refused the request, unless other requests share the stream.
     """
     async with aclosing(outputs):
         async for out in outputs:
-            _annotate(out["meta_info"], layout, obj, usage)
+            _annotate(out["meta_info"], served, usage)
             yield out
 
 
-def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, usage: Usage) -> None:
-    shared: _SharedReport | None = getattr(obj, _SHARED_ATTR, None)
+def _annotate(meta_info: dict[str, Any], served: Served, usage: Usage) -> None:
+    layout, shared = served.plan.layout, served.shared
     finish_reason = meta_info["finish_reason"]
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
-    if refused and (shared is not None or getattr(obj, "is_single", False)):
+    if refused and (shared is not None or served.is_single):
         raise ValueError(finish_reason["message"])
     if finish_reason is not None and layout.chunks:
         meta_info["link"] = layout.link
-    if not get_policy(layout.link).reuses:
+    if not served.plan.policy.reuses:
         return
     if "cached_tokens" not in meta_info:
         return  # aborted or timed out in the waiting queue: SGLang reports no counts
@@ -112,9 +128,9 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, usage: 
     meta_info["cached_tokens_details"] = {name: n for name, n in details.items() if name != "prompt"} or None
     if finish_reason is not None:
         pairs = (map(int, part.split(":")) for part in parts.split(",") if part)
-        meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits, {index: n for index, n in pairs})
+        meta_info["chunks"] = chunk_report(layout, served.input_ids, hits, {index: n for index, n in pairs})
         if shared is not None:
-            shared.counted = shared.counted or obj
-        if (shared is None or shared.counted is obj) and getattr(obj, "log_metrics", True):
-            namespace = Namespace("chunk", obj.extra_key, layout.cache_salt)
+            shared.counted = shared.counted or served
+        if (shared is None or shared.counted is served) and served.is_counted:
+            namespace = Namespace("chunk", served.extra_key, layout.cache_salt)
             usage.add(namespace, layout.link, meta_info["chunks"], details.get("chunk", 0), time.time())

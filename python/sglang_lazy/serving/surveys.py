@@ -12,7 +12,6 @@ MIN_AGE, PAUSE_PER_CHUNK = 1.0, 1e-4
 """Seconds for which a survey is reused, at least, and seconds per chunk until the next one may begin: a chunk takes the
 scheduler less than a microsecond, so surveys take less than a hundredth of its time."""
 _KEPT = 16
-_ATTR = "_sglang_lazy_surveys"
 
 
 class Surveys:
@@ -59,8 +58,3 @@ def _sum(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
         return {name: _sum([value[name] for value in values if name in value]) for name in values[0]}
     return None if values[0] is None else sum(values)
-
-
-def surveys_of(tokenizer_manager: Any) -> Surveys:
-    """The surveys of `tokenizer_manager`."""
-    return vars(tokenizer_manager).setdefault(_ATTR, Surveys())

@@ -3,28 +3,21 @@
 import itertools
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit
 
 
-def segments_in(prompt: Any, separator: str | None, limit: ChunkLimit = NO_LIMIT) -> list[Any] | None:
+def segments_in(prompt: Any, separator: str, limit: ChunkLimit = NO_LIMIT) -> list[Any] | None:
     """The segments of a text, or of each of a list of texts; None if no text has the separator.
 
-    separator: the request's; None for the server's, empty for none.  limit: on the chunks of each text. Raises
+    separator: empty for none.  limit: on the chunks of each text. Raises
     TooManyChunks for a text with more separators than any prompt within it needs, ValueError for an odd number.
     """
-    separator = chosen_separator(separator)
     texts = prompt if isinstance(prompt, list) else [prompt]
     if not separator or not all(isinstance(text, str) for text in texts) or separator not in "".join(texts):
         return None
     for text in texts:
         limit.check_separators(text.count(separator))
     return [_split(text, separator) for text in texts] if isinstance(prompt, list) else _split(prompt, separator)
-
-
-def chosen_separator(separator: str | None) -> str:
-    """The request's separator, or the server's if it names none; empty for none."""
-    return LazyConfig.current().chunk_separator if separator is None else separator
 
 
 def check_separator(separator: str | None, prompt: Any) -> None:

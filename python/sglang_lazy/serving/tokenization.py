@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sglang_lazy.core.remembered import Remembered
-from sglang_lazy.core.segments import PromptLayout, Segment
+from sglang_lazy.core.segments import Segment
 
 _SENTINELS = ("\n", ".", "x")
 _REMEMBERED_BYTES = 1 << 26
@@ -17,12 +17,6 @@ class TokenizedPrompt(NamedTuple):
 
     input_ids: list[int]
     chunks: tuple[tuple[int, int], ...]
-
-    def layout(self, link: str, cache_salt: str | None) -> PromptLayout | None:
-        """The layout of this prompt; None for an ordinary one. A prompt without chunks keeps its cache salt."""
-        if self.chunks:
-            return PromptLayout(self.chunks, cache_salt, link)
-        return None if cache_salt is None else PromptLayout((), cache_salt, "full")
 
 
 def concatenate(

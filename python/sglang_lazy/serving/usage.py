@@ -15,7 +15,6 @@ MAX_PROMPTS, MAX_REFERENCES, MAX_TENANTS = 1000, 50_000, 200
 SHOWN_PROMPTS, SHOWN_CHUNKS = 12, 40
 """How many prompts a list shows, and how many chunks of each."""
 _EVERYBODY = object()
-_ATTR = "_sglang_lazy_usage"
 
 
 class Prompt(NamedTuple):
@@ -104,8 +103,3 @@ class Usage:
 
     def _of(self, tenant: Hashable, everybody: bool) -> Iterator[Prompt]:
         return (one for one in reversed(self._prompts) if everybody or tenant_of(one.namespace) == tenant)
-
-
-def usage_of(tokenizer_manager: Any) -> Usage:
-    """The usage of `tokenizer_manager`."""
-    return vars(tokenizer_manager).setdefault(_ATTR, Usage())

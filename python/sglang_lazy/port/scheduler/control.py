@@ -3,21 +3,16 @@
 SGLang delivers each to all ranks of a scheduler in the same step; the first rank answers.
 """
 
-import asyncio
-import time
 from typing import Any
 
-from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, PickleWrapper, hook_custom_types, unwrap_from_pickle, wrap_as_pickle
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_lazy.port.facts import dp_rank, dp_size
+from sglang_lazy.port.facts import dp_rank
 from sglang_lazy.port.hooks import required, unused
 
 UNUSED_HOOKS = "unused hooks"
 """The verb that asks for the required hooks that have not run, as `unused`."""
-
-_COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 
 # mypy does not know that msgspec structs take class arguments.
@@ -43,13 +38,6 @@ class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
 hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
 
-def init_communicators(_result: Any, manager: Any) -> None:
-    """After `TokenizerControlMixin.init_communicators`: add ours."""
-    communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, dp_size())
-    setattr(manager, _COMMUNICATOR, communicator)
-    manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
-
-
 def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     """After `Scheduler.init_request_dispatcher`: handle our messages."""
 
@@ -67,30 +55,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
 
 
-async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
-    """The answers of `ChunkControl`, one from each data-parallel rank, in the order of ranks.
-
-    Raises ValueError if the server runs without chunk reuse.
-    """
-    manager.auto_create_handle_loop()
-    message = ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments), now=time.time())
-    call = getattr(manager, _COMMUNICATOR)(message)
-    # A cancelled caller must keep its turn until its answer arrives, or the next caller would get that answer.
-    outputs = await asyncio.shield(call)
-    if any(output.answer is None for output in outputs):
-        raise ValueError("this server runs without chunk reuse, so it has no chunks")
-    outputs.sort(key=lambda output: output.dp_rank)
-    return [unwrap_from_pickle(output.answer) for output in outputs]
-
-
 HOOKS = (
-    required(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
-        init_communicators,
-        "AFTER",
-        "tokenizer",
-        "messages about chunks reach the schedulers",
-    ),
     required(
         "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
         init_request_dispatcher,

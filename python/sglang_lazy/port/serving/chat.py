@@ -7,20 +7,15 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.serving.limits import limit_of, taking_chunks
+from sglang_lazy.port.serving import frontend
+from sglang_lazy.port.serving.limits import taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.prompts import Prompts
 from sglang_lazy.serving.rendering import RecordingTokenizer, Rendering
-from sglang_lazy.serving.requests import (
-    check_cache_salt,
-    choose_link,
-    segment_tokenizer,
-    with_layout,
-    with_trained_tokens,
-)
+from sglang_lazy.serving.salts import check_cache_salt
 
 
 class MessagesWithChunks(BaseModel):
@@ -40,13 +35,12 @@ class MessagesWithChunks(BaseModel):
     def _take_chunks(cls, data: Any, handler: ModelWrapValidatorHandler) -> "MessagesWithChunks":
         if not isinstance(data, dict):
             raise ValueError("the body must be an object")
-        config, separator, roles = LazyConfig.current(), data.get("chunk_separator"), data.get("chunk_roles")
-        ours = filter(None, map(str.strip, config.chunk_roles.split(",")))
+        prompts, separator, roles = frontend.current().prompts, data.get("chunk_separator"), data.get("chunk_roles")
         chunk_parts = ChunkParts(
-            separator if isinstance(separator, str) else config.chunk_separator,
-            [role for role in roles if isinstance(role, str)] if isinstance(roles, list) else list(ours),
+            prompts.separator(separator if isinstance(separator, str) else None),
+            [role for role in roles if isinstance(role, str)] if isinstance(roles, list) else prompts.roles,
             cls.blocks,
-            limit_of(data),
+            prompts.limit(data.get("link")),
         )
         with taking_chunks(), reading():
             request = handler(cls.take_chunks(data, chunk_parts))
@@ -80,7 +74,7 @@ def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
     It renders each conversation a second time with the chunks' own texts, to see what the template makes of them.
     The model counts as text-only: for multimodal ones SGLang would decode the prompt to find images.
     """
-    tokenizer = segment_tokenizer(serving.tokenizer_manager)
+    tokenizer = frontend.frontend_of(serving.tokenizer_manager).prompts.tokenizer
     placeholders, plain = PlaceholderTokenizer(tokenizer, chunk_parts), RecordingTokenizer(tokenizer.tokenizer)
     rendering = Rendering(tokenizer, chunk_parts)
     view, plain_view = _with_tokenizer(serving, placeholders), _with_tokenizer(serving, plain)
@@ -124,25 +118,22 @@ def _plain(request: ChatCompletionRequest, rendering: Rendering) -> ChatCompleti
     return request.model_copy(update={"messages": messages})
 
 
-def put_chunks(
-    manager: Any, request: Any, rendered: Any, chunk_parts: ChunkParts
-) -> tuple[list[int], PromptLayout | None]:
-    """The token ids and the layout of a prompt rendered with placeholders.
+def put_chunks(prompts: Prompts, request: Any, rendered: Any, chunk_parts: ChunkParts) -> tuple[list[int], Plan | None]:
+    """The token ids and the plan of a prompt rendered with placeholders.
 
     request: has `link` and `cache_salt`. Raises ValueError for bad chunks, naming the part.
     """
-    tokenizer, link = segment_tokenizer(manager), choose_link(request.link)
-    chunks = chunk_parts.parse(manager.model_config.vocab_size)
-    prompt = fill_placeholders(rendered, tokenizer.tokens(chunks, request.cache_salt), chunk_parts.names)
-    prompt = with_trained_tokens(manager, prompt, link)
-    return prompt.input_ids, prompt.layout(link, check_cache_salt(request.cache_salt))
+    policy, chunks = prompts.policy(request.link), chunk_parts.parse(prompts.server.vocab_size)
+    tokens = prompts.tokenizer.tokens(chunks, request.cache_salt)
+    prompt = fill_placeholders(rendered, tokens, chunk_parts.names)
+    return prompts.planned(prompt, policy, check_cache_salt(request.cache_salt))
 
 
-def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkParts) -> None:
+def check_chunks(prompts: Prompts, chunk_parts: ChunkParts) -> None:
     """Raise ValueError for errors that can be found before the template is rendered."""
-    if manager.tokenizer is None:
+    if prompts.server.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
-    chunk_parts.parse(manager.model_config.vocab_size)
+    chunk_parts.parse(prompts.server.vocab_size)
 
 
 def refuse_media(rendered: Any, *kinds: str) -> None:
@@ -177,14 +168,14 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     if not request.has_chunks:
         request.refuse_without_chunks()
         return convert(serving, request, raw_request)
-    manager, chunk_parts = serving.tokenizer_manager, request._chunk_parts
-    check_chunks(manager, request, chunk_parts)
+    prompts, chunk_parts = frontend.frontend_of(serving.tokenizer_manager).prompts, request._chunk_parts
+    check_chunks(prompts, chunk_parts)
     check_cache_salt(request.cache_salt)
     if request.input_ids is not None:
         raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
     adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
     refuse_media(adapted, "video", "audio")
-    adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
+    adapted.input_ids, plan = put_chunks(prompts, request, adapted.input_ids, chunk_parts)
     adapted.extra_key = request.extra_key  # as in all APIs, the layout carries the cache salt
-    adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
+    adapted.sampling_params = prompts.with_plan(adapted.sampling_params, plan)
     return adapted, request

@@ -13,21 +13,15 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
 from sglang_lazy.core.config import SALT_HEADER
-from sglang_lazy.port.scheduler.pinning import pin_chunks
-from sglang_lazy.port.serving import chunk_calls
+from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.page import PAGE_ROUTE
-from sglang_lazy.serving import chunk_schemas
+from sglang_lazy.serving import chunk_calls, chunk_schemas
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.known_chunks import UnknownChunk
 from sglang_lazy.serving.registration import RETRY_S, Busy
-from sglang_lazy.serving.requests import check_cache_salt, salt_of
-from sglang_lazy.serving.usage import usage_of
+from sglang_lazy.serving.salts import check_cache_salt, salt_of
 
 CHUNKS_ROUTE = "/chunks"
-
-
-def _manager() -> Any:
-    return http_server.get_global_state().tokenizer_manager
 
 
 def _refused(error: Exception | str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> HTTPException:
@@ -59,7 +53,7 @@ Tenant = Annotated[str | None, _parsed(_tenant)]
 
 
 def _everybody(all: bool = False) -> bool:
-    if all and not _manager().server_args.admin_api_key:
+    if all and not http_server.get_global_state().tokenizer_manager.server_args.admin_api_key:
         raise _refused("all=true needs a server with --admin-api-key", HTTPStatus.FORBIDDEN)
     return all
 
@@ -104,7 +98,7 @@ async def list_chunks(
     or created, `order` desc or asc, `limit` 1 to 1000; `state` filters.
     """
     try:
-        return await chunk_calls.list_chunks(_manager(), tenant, everybody, arguments)
+        return await chunk_calls.list_chunks(frontend.current(), tenant, everybody, arguments)
     except ValueError as error:
         raise _refused(error) from None
 
@@ -116,7 +110,7 @@ async def get_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     `registration` is null, `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` if the last one failed.
     """
     try:
-        return await chunk_calls.get_chunk(_manager(), tenant, chunk_id)
+        return await chunk_calls.get_chunk(frontend.current(), tenant, chunk_id)
     except ValueError as error:
         raise _refused(error) from None
 
@@ -145,7 +139,7 @@ def _one(chunk_id: str, answer: dict[str, Any]) -> dict[str, Any]:
 async def delete_chunks(id: Annotated[list[str], Query(max_length=MAX_LIMIT)], tenant: Tenant) -> dict[str, Any]:
     """The same for several chunks: `DELETE /chunks?id=…&id=…`. `skipped` has the others, with reasons."""
     try:
-        return await chunk_calls.delete_chunks(_manager(), tenant, id)
+        return await chunk_calls.delete_chunks(frontend.current(), tenant, id)
     except ValueError as error:
         raise _refused(error) from None
 
@@ -164,7 +158,7 @@ async def patch_chunk(request: Request, chunk_id: ChunkId, tenant: Tenant) -> di
     """
     try:
         pin, ttl = pin_arguments(await _body(request))
-        return _one(chunk_id, await pin_chunks(_manager(), tenant, [check_id(chunk_id)], pin, ttl))
+        return _one(chunk_id, await frontend.current().pins.set(tenant, [check_id(chunk_id)], pin, ttl))
     except ValueError as error:
         raise _refused(error) from None
 
@@ -184,7 +178,7 @@ async def register_chunks(request: Request) -> Response:
         body = await _body(request)
         salt = body.get("cache_salt") if isinstance(body, dict) else None
         salt, size = salt_of(salt, request.headers), len(await request.body())
-        answer = await chunk_calls.register_chunks(_manager(), salt, body, size)
+        answer = await chunk_calls.register_chunks(frontend.current(), salt, body, size)
     except Busy as error:
         refusal = ErrorResponse(message=str(error), type=HTTPStatus.TOO_MANY_REQUESTS.phrase, code=429)
         return ORJSONResponse(refusal.model_dump(), 429, {"Retry-After": str(RETRY_S)})
@@ -214,7 +208,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     With many chunks, a survey is some seconds old. Query: `cache_salt` and `all` as for `list_chunks`.
     """
     try:
-        return await chunk_calls.survey(_manager(), tenant, everybody)
+        return await chunk_calls.survey(frontend.current(), tenant, everybody)
     except ValueError as error:
         raise _refused(error) from None
 
@@ -223,7 +217,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
 async def uses(chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
     try:
-        return usage_of(_manager()).uses(tenant, everybody, check_id(chunk_id)[:MIN_DIGITS])
+        return frontend.current().usage.uses(tenant, everybody, check_id(chunk_id)[:MIN_DIGITS])
     except ValueError as error:
         raise _refused(error) from None
 

@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
-from sglang_lazy.port.serving.limits import limit_of, taking_chunks
+from sglang_lazy.port.serving import frontend
+from sglang_lazy.port.serving.limits import taking_chunks
 from sglang_lazy.port.serving.malformed import reading
-from sglang_lazy.serving.requests import to_generate_args
-from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
+from sglang_lazy.serving.text import check_separator, segments_in
 
 _STAND_IN = "segments"
 """The prompt with which SGLang validates a request whose prompt is given as segments."""
@@ -34,8 +34,11 @@ class CompletionsRequest(CompletionRequest):
             if data.get("segments") is not None:
                 check_separator(separator, None)
             elif isinstance(separator, str | None):
+                prompts = frontend.current().prompts
                 with taking_chunks():
-                    segments = segments_in(data.get("prompt"), separator, limit_of(data))
+                    segments = segments_in(
+                        data.get("prompt"), prompts.separator(separator), prompts.limit(data.get("link"))
+                    )
                 data = data if segments is None else {**data, "segments": segments, "prompt": None}
             given = frozenset(name for name, value in data.items() if value is not None)
             if data.get("prompt") in ("", []):  # which OpenAI's client does not let one leave out
@@ -54,17 +57,16 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
         return convert(serving, request, raw_request)
     if request.echo and request.logprobs == 0:
         raise ValueError("echo and logprobs 0 cannot be combined, which SGLang fails at: logprobs must be at least 1")
+    prompts = frontend.frontend_of(serving.tokenizer_manager).prompts
     if request.segments is None:
-        if request.link is not None and not chosen_separator(request.chunk_separator):
+        if request.link is not None and not prompts.separator(request.chunk_separator):
             raise ValueError("link needs a prompt given as segments")
         check_separator(request.chunk_separator, request.prompt)
         return convert(serving, request, raw_request)
     _check(serving, request)
     # As in all APIs, the layout carries the cache salt, which may be a list here.
     adapted, _ = convert(serving, request.model_copy(update={"cache_salt": None}), raw_request)
-    args = to_generate_args(
-        serving.tokenizer_manager, request.segments, request.cache_salt, adapted.sampling_params, request.link
-    )
+    args = prompts.to_generate_args(request.segments, request.cache_salt, adapted.sampling_params, request.link)
     adapted.text, adapted.input_ids, adapted.sampling_params = None, args["input_ids"], args["sampling_params"]
     request.prompt = adapted.input_ids  # SGLang's `echo` repeats it
     return adapted, request

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -12,9 +12,10 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE
+from sglang_lazy.core.segments import ChunkLimit
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import page, response_ids, stock_routes
+from sglang_lazy.port.serving import frontend, page, response_ids, stock_routes
 from sglang_lazy.port.serving.bodies import check_body, refuse_invalid
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
@@ -23,10 +24,11 @@ from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Ref
 from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.port.serving.typed import convert_sampling_params
-from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
-from sglang_lazy.serving.requests import check_salts, chunk_limit, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
+from sglang_lazy.serving.prompts import refuse_without_segments
+from sglang_lazy.serving.salts import check_salts, salt_of
 from sglang_lazy.serving.streams import fail_before_stream
-from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
+from sglang_lazy.serving.text import check_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
 
@@ -46,22 +48,22 @@ _OURS = tuple(field.name for field in dataclasses.fields(GenerateRequest)[len(da
 
 async def generate(obj: GenerateRequest, request: Request) -> Response:
     """Handle a generate request."""
-    plain = _plain(obj)
+    plain, prompts = _plain(obj), frontend.current().prompts
+    separator, limit = prompts.separator(obj.chunk_separator), prompts.limit(obj.link)
     try:
         await check_body(request, GenerateRequest)
         obj.sampling_params = plain.sampling_params = convert_sampling_params(obj.sampling_params)
         obj.cache_salt = plain.cache_salt = check_salts(salt_of(obj.cache_salt, request.headers))
         check_separator(obj.chunk_separator, obj.text)
         if obj.segments is None:
-            limit = chunk_limit(obj.link, _manager().context_len)
-            obj.segments = segments_in(obj.text, obj.chunk_separator, limit)
+            obj.segments = segments_in(obj.text, separator, limit)
             plain.text = plain.text if obj.segments is None else None
         elif obj.text is not None:
             raise ValueError("both segments and text are given: a prompt is one or the other")
         if obj.segments is None:
-            refuse_without_segments(None if chosen_separator(obj.chunk_separator) else obj.link)
+            refuse_without_segments(None if separator else obj.link)
         else:
-            await in_thread(len(await request.body()), _take_segments, plain, obj)
+            await in_thread(len(await request.body()), _take_segments, plain, obj, limit)
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=_status(error))
     if obj.segments is None:
@@ -78,24 +80,16 @@ def _plain(obj: GenerateRequest) -> GenerateReqInput:
     return plain
 
 
-def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
+def _take_segments(plain: GenerateReqInput, obj: GenerateRequest, limit: ChunkLimit) -> None:
     for field in ("input_ids", "input_embeds"):
         if getattr(obj, field) is not None:
             raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
-    segments = _with_tokens(obj.segments, obj.cache_salt, obj.link)
-    args = to_generate_args(_manager(), segments, obj.cache_salt, obj.sampling_params, obj.link)
+    this = frontend.current()
+    segments = with_tokens(this.known, obj.segments, obj.cache_salt, limit=limit)
+    args = this.prompts.to_generate_args(segments, obj.cache_salt, obj.sampling_params, obj.link)
     plain.cache_salt = None  # the layout carries it
     for field, value in args.items():
         setattr(plain, field, value)
-
-
-def _manager() -> Any:
-    return http_server.get_global_state().tokenizer_manager
-
-
-def _with_tokens(segments: Any, salt: Any, link: Any, names: Sequence[str] = ()) -> Any:
-    limit = chunk_limit(link, _manager().context_len)
-    return with_tokens(known_chunks(_manager()), segments, salt, names, limit)
 
 
 def _status(error: ValueError) -> HTTPStatus:
@@ -108,11 +102,13 @@ def _take_salt(request: Any, raw_request: Request) -> None:
     Raises ValueError if the body names another salt, UnknownChunk for an id that the tenant has not registered.
     """
     request.cache_salt = salt_of(request.cache_salt, raw_request.headers)
+    this = frontend.current()
+    limit = this.prompts.limit(request.link)
     if isinstance(request, CompletionsRequest):
-        request.segments = _with_tokens(request.segments, request.cache_salt, request.link)
+        request.segments = with_tokens(this.known, request.segments, request.cache_salt, limit=limit)
     else:
         parts = request._chunk_parts
-        parts.parts = _with_tokens(parts.parts, request.cache_salt, request.link, parts.names)
+        parts.parts = with_tokens(this.known, parts.parts, request.cache_salt, parts.names, limit)
 
 
 async def _converting_ahead(serving: Any, request: Any, raw_request: Request) -> Any:
@@ -205,7 +201,7 @@ async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
 
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
-    return {"config": dataclasses.asdict(LazyConfig.current())}
+    return {"config": dataclasses.asdict(frontend.current().config)}
 
 
 async def _operation_failed(_request: Request, error: Exception) -> Response:

@@ -9,24 +9,23 @@ from contextlib import aclosing
 from typing import Any
 
 from sglang_lazy.core.keys import digests
-from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.policies import get_policy
-from sglang_lazy.routing.picker import Pick, Picker
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.serving.picker import Pick
+from sglang_lazy.serving.plans import Plan
 
-_PICKER, _PICK = "_sglang_lazy_picker", "_sglang_lazy_pick"
+_PICK = "_sglang_lazy_pick"
 
 
-def choose_rank(manager: Any, obj: Any, layout: PromptLayout, input_ids: list[int]) -> None:
+def choose_rank(manager: Any, obj: Any, plan: Plan, input_ids: list[int]) -> None:
     """Choose the rank of a prompt that reuses chunks, unless the request names one. Does nothing with a single rank."""
     if manager.server_args.dp_size == 1:
         return
-    picker = vars(manager).setdefault(_PICKER, Picker())
     running = Counter(getattr(state.obj, "routed_dp_rank", None) for state in manager.rid_to_state.values())
     named = obj.routed_dp_rank
     ranks = range(manager.server_args.dp_size) if named is None else (named,)
-    names = _names(obj, layout, input_ids)
-    sizes = {name: end - start for name, (start, end) in zip(names, layout.chunks, strict=True)}
-    pick = picker.pick(sizes, {rank: running[rank] for rank in ranks})
+    names = _names(obj, plan, input_ids)
+    sizes = {name: end - start for name, (start, end) in zip(names, plan.layout.chunks, strict=True)}
+    pick = frontend_of(manager).picker.pick(sizes, {rank: running[rank] for rank in ranks})
     obj.routed_dp_rank = pick.worker
     setattr(obj, _PICK, (pick, names))
 
@@ -47,9 +46,9 @@ async def _learning(
             yield out
 
 
-def _names(obj: Any, layout: PromptLayout, input_ids: list[int]) -> list[Hashable]:
+def _names(obj: Any, plan: Plan, input_ids: list[int]) -> list[Hashable]:
     """Keys that identify each chunk's KV, as far as the HTTP process knows."""
-    kind = get_policy(layout.link).preamble
-    lead = input_ids[: layout.chunks[0][0]] if kind == "lead" else ()
+    chunks, kind = plan.layout.chunks, plan.policy.preamble
+    lead = input_ids[: chunks[0][0]] if kind == "lead" else ()
     namespace = (obj.extra_key, obj.cache_salt, obj.lora_id, kind, *lead)
-    return [(digest, hash(namespace)) for digest in digests(input_ids, layout.chunks)]
+    return [(digest, hash(namespace)) for digest in digests(input_ids, chunks)]

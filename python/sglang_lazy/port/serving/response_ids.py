@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 
-from sglang_lazy.serving.requests import check_cache_salt, salt_of
+from sglang_lazy.serving.salts import check_cache_salt, salt_of
 
 _PREFIX = "resp_"
 _NAME_LEN = 32

@@ -8,11 +8,13 @@ from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
-from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
+from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts
-from sglang_lazy.serving.requests import check_cache_salt, with_layout
+from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.prompts import Prompts
+from sglang_lazy.serving.salts import check_cache_salt
 from sglang_lazy.serving.threads import finished, in_thread
 
 
@@ -21,9 +23,8 @@ class ResponsesRequest(MessagesWithChunks, StockRequest):
 
     metadata: dict[str, str] | None = None  # as in stream events, which would fail with other values
 
-    _layout: PromptLayout | None = PrivateAttr(default=None)
+    _planned: tuple[Prompts, Plan | None] | None = PrivateAttr(default=None)
     _size: int = PrivateAttr(default=0)  # of the body
-    _manager: Any = PrivateAttr(default=None)
 
     @classmethod
     def take_chunks(cls, data: dict[str, Any], chunk_parts: ChunkParts) -> dict[str, Any]:
@@ -34,8 +35,12 @@ class ResponsesRequest(MessagesWithChunks, StockRequest):
         return {**data, "input": chunk_parts.take_from(given, "input")}
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """SGLang's parameters, with the layout."""
-        return with_layout(super().to_sampling_params(*args, **kwargs), self._layout, self._manager)
+        """SGLang's parameters, with the plan."""
+        params = super().to_sampling_params(*args, **kwargs)
+        if self._planned is None:
+            return params
+        prompts, plan = self._planned
+        return prompts.with_plan(params, plan)
 
 
 class _History(list):
@@ -80,14 +85,14 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     if not chunk_parts.parts:
         request.refuse_without_chunks()
         return await make(serving, request, earlier, tokenizer)
-    manager = serving.tokenizer_manager
-    check_chunks(manager, request, chunk_parts)
+    prompts = frontend_of(serving.tokenizer_manager).prompts
+    check_chunks(prompts, chunk_parts)
     check_cache_salt(request.cache_salt)
     view = with_placeholders(serving, chunk_parts)
     messages, _, _, processed = await make(view, request, earlier, view.tokenizer_manager.tokenizer)
     refuse_media(processed, "image", "video", "audio")  # SGLang would drop them in this API
-    input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
-    request._manager, request.cache_salt = manager, None  # the layout carries the cache salt
+    input_ids, plan = put_chunks(prompts, request, processed.prompt_ids, chunk_parts)
+    request._planned, request.cache_salt = (prompts, plan), None  # the layout carries the cache salt
     return messages, [input_ids], [input_ids], processed
 
 

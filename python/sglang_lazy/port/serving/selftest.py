@@ -9,10 +9,10 @@ from typing import Any
 from sglang.srt.entrypoints.warmup import warmup
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port import hooks
 from sglang_lazy.port.facts import dp_size
-from sglang_lazy.port.scheduler.control import UNUSED_HOOKS, ask
+from sglang_lazy.port.scheduler.control import UNUSED_HOOKS
+from sglang_lazy.port.serving.frontend import frontend_of
 
 NAME = "sglang_lazy"
 PATIENCE = 10
@@ -40,7 +40,7 @@ async def check(manager: Any, *processes: hooks.Process) -> None:
     processes: what this process is.
     Raises RuntimeError naming the required hooks that have not run by then, here or in a scheduler.
     """
-    if LazyConfig.current().fallback:
+    if frontend_of(manager).config.fallback:
         return
     ranks = range(dp_size()) if dp_size() > 1 else [None]
     params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -55,7 +55,7 @@ async def check(manager: Any, *processes: hooks.Process) -> None:
 async def _unused_in_schedulers(manager: Any) -> list[str]:
     deadline = asyncio.get_running_loop().time() + PATIENCE
     while True:
-        answers = await ask(manager, UNUSED_HOOKS)
+        answers = await frontend_of(manager).server.ask(UNUSED_HOOKS)
         unused = list(dict.fromkeys(target for answer in answers for target in answer["unused"]))
         if not unused or asyncio.get_running_loop().time() > deadline:
             return unused

@@ -4,6 +4,7 @@ from sglang_lazy.port.hooks import feature, repair, required
 from sglang_lazy.port.serving import (
     chat,
     completions,
+    frontend,
     http,
     messages,
     page,
@@ -49,6 +50,13 @@ HOOKS = (
     ),
     feature(
         "sglang.srt.utils.auth.add_api_key_middleware", page.ask_for_key, "AFTER", "the page of chunks asks for a key"
+    ),
+    required(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        frontend.init_communicators,
+        "AFTER",
+        "tokenizer",
+        "messages about chunks reach the schedulers",
     ),
     required(
         f"{_TOKENIZER_MANAGER}._init_req_state",

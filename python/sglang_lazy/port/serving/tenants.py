@@ -4,7 +4,7 @@ from typing import Any
 
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.port.hooks import required
-from sglang_lazy.serving.requests import salt_of
+from sglang_lazy.serving.salts import salt_of
 
 KEY_END = "/"
 """Ends a client's key, to which SGLang appends the id of the adapter. Ids of adapters that --lora-paths names can be

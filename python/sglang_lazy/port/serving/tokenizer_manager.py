@@ -3,17 +3,15 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from sglang_lazy.policies import get_policy
-from sglang_lazy.port.model.images import keeping_tokens
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.port.serving.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one, reading
 from sglang_lazy.port.serving.ranks import choose_rank, learned
-from sglang_lazy.port.serving.shadow import shadow_of
-from sglang_lazy.serving.requests import check_request, layout_of
-from sglang_lazy.serving.results import annotated, share_report
+from sglang_lazy.port.serving.requests import check_request, plan_of, served, share_report
+from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
-from sglang_lazy.serving.usage import usage_of
 
 
 def begin(*_args: Any, **_kwargs: Any) -> None:
@@ -58,22 +56,20 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     if length >= manager.context_len and not manager.allow_auto_truncate:
         return  # refused next, whatever else may be wrong
     check_one(obj, manager.model_config.vocab_size)
-    layout = layout_of(obj)
-    if layout is not None:
-        obj.cache_salt = layout.cache_salt or obj.cache_salt
+    plan = plan_of(obj)
+    if plan is not None:
+        obj.cache_salt = plan.layout.cache_salt or obj.cache_salt
         if (obj.sampling_params.get("n") or 1) > 1:
             share_report(obj)
-    if layout is None or input_ids is None or not get_policy(layout.link).reuses:
+    if plan is None or input_ids is None or not plan.policy.reuses:
         return
-    if not layout.chunks:
-        raise ValueError("a prompt layout without chunks must have link full")
-    check_request(obj, layout)
+    check_request(obj, plan.layout, frontend_of(manager).prompts.max_chunks)
     if length >= manager.context_len:
         raise ValueError(
             f"The input ({length} tokens) is longer than the model's context length ({manager.context_len} tokens), "
             "and a prompt with chunks is not truncated."
         )
-    choose_rank(manager, obj, layout, input_ids)
+    choose_rank(manager, obj, plan, input_ids)
 
 
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
@@ -87,11 +83,12 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     outputs = wait(manager, obj, request)
     if getattr(obj, "stream", False) and getattr(obj, "return_logprob", False):
         outputs = with_logprobs(outputs)
-    layout = layout_of(obj)
-    if layout is None:
+    plan = plan_of(obj)
+    if plan is None:
         return outputs
-    outputs = learned(annotated(outputs, layout, obj, usage_of(manager)), obj)
-    shadow = shadow_of(manager)
-    if shadow is None or not get_policy(layout.link).reuses:
+    frontend, request = frontend_of(manager), served(obj, plan)
+    outputs = learned(annotated(outputs, request, frontend.usage), obj)
+    if frontend.shadow is None or not plan.policy.reuses:
         return outputs
-    return shadowed(outputs, shadow, obj, layout, manager.rid_to_state.get(obj.rid))
+    state = manager.rid_to_state.get(obj.rid)
+    return shadowed(outputs, frontend.shadow, request, lambda: state.output_ids)

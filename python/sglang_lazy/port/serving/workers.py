@@ -3,12 +3,14 @@ hooks; it also keeps the state that they share."""
 
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter, TokenizerWorker
 from sglang.srt.utils import kill_itself_when_parent_died
 
-from sglang_lazy.serving import known_chunks, registration
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.serving.known_chunks import KnownChunks
+from sglang_lazy.serving.registration import Registrations, WorkerRegistrations
 from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 
 _COMMAND = "sglang_lazy.launch_server"
@@ -25,11 +27,12 @@ def share(_result: Any, global_state: Any) -> None:
     if isinstance(manager, MultiTokenizerRouter):
         if getattr(sys.modules["__main__"].__spec__, "name", None) != _COMMAND:
             raise RuntimeError(f"several tokenizer workers need a server that python -m {_COMMAND} has started")
-        chunks, progress = known_chunks.KnownChunks(), registration.Registrations()
-        server = ObjectServer(lambda: {"chunks": chunks, "registrations": registration.WorkerRegistrations(progress)})
+        chunks, progress = KnownChunks(), Registrations()
+        server = ObjectServer(lambda: {"chunks": chunks, "registrations": WorkerRegistrations(progress)})
         os.environ[_ADDRESS] = server.address
     elif isinstance(manager, TokenizerWorker):
         kill_itself_when_parent_died()  # it would go on listening, and nobody would answer
         calls = connect(os.environ[_ADDRESS])
-        known_chunks.replace(manager, Proxy(calls, "chunks"))
-        registration.replace(manager, Proxy(calls, "registrations"))
+        frontend = frontend_of(manager)
+        frontend.known = cast(KnownChunks, Proxy(calls, "chunks"))
+        frontend.registrations = cast(Registrations, Proxy(calls, "registrations"))

@@ -1,0 +1,76 @@
+"""What SGLang's `GenerateReqInput` has of a prompt with chunks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
+from sglang_lazy.serving.plans import PackedPlan, Plan
+from sglang_lazy.serving.results import Served, SharedReport
+
+_SHARED_ATTR = "_sglang_lazy_shared_report"
+
+_REFUSED = {
+    "input_embeds": "input embeddings",
+    "positional_embed_overrides": "input embeddings",
+    "mm_hashes": "hashes of images",
+    "video_data": "videos",
+    "audio_data": "audio",
+    "session_params": "sessions",
+    "multi_item_delimiter_indices": "multi-item scoring",
+}
+"""Request fields that cannot be combined with reused chunks."""
+
+
+def plan_of(obj: Any) -> Plan | None:
+    """The plan that travels with one request of a batch, None for an ordinary request.
+
+    Raises ValueError for one that no surface of this process has made.
+    """
+    params = getattr(obj, "sampling_params", None)
+    custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
+    if not isinstance(custom_params, Mapping) or LAYOUT_PARAM not in custom_params:
+        return None
+    packed = custom_params[LAYOUT_PARAM]
+    if not isinstance(packed, PackedPlan):
+        raise ValueError(f"custom_params.{LAYOUT_PARAM} is set by the server: give a prompt as segments instead")
+    if obj.input_ids is None:
+        raise ValueError("a prompt layout needs the input_ids that it describes")
+    return packed.plan
+
+
+def check_request(obj: Any, layout: PromptLayout, limit: ChunkLimit) -> None:
+    """Raise ValueError if chunks cannot be reused together with the rest of a request."""
+    limit.check(len(layout.chunks))
+    for field, what in _REFUSED.items():
+        if getattr(obj, field, None):
+            raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
+    if (obj.sampling_params.get("beam_width") or 1) > 1:
+        raise ValueError("a prompt with chunks cannot be combined with beam search (beam_width)")
+    chunks_end = layout.chunks[-1][1]
+    start = getattr(obj, "logprob_start_len", None)
+    if getattr(obj, "return_logprob", False) and start is not None and 0 <= start < chunks_end:
+        raise ValueError(
+            f"prompt logprobs from position {start} need tokens that are reused from chunks: the last chunk ends at "
+            f"position {chunks_end}, so logprob_start_len must be at least {chunks_end}, or -1 for none"
+        )
+
+
+def share_report(obj: Any) -> None:
+    """Let the samples of a prompt, which SGLang makes as copies of `obj`, share one report."""
+    setattr(obj, _SHARED_ATTR, SharedReport())
+
+
+def served(obj: Any, plan: Plan) -> Served:
+    """A request that the scheduler has got."""
+    return Served(
+        plan,
+        obj,
+        obj.rid,
+        obj.input_ids,
+        obj.sampling_params,
+        obj.extra_key,
+        has_images=bool(obj.image_data),
+        is_single=getattr(obj, "is_single", False),
+        is_counted=obj.log_metrics,
+        shared=getattr(obj, _SHARED_ATTR, None),
+    )

@@ -1,0 +1,132 @@
+"""Chunk management for routes and `Engine`, with the answers of the routes.
+
+tenant: the salt, checked by the caller; None for the shared namespace. All raise ValueError for bad input, and if the
+server runs without chunk reuse.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_lazy.core.keys import tokens_digest
+from sglang_lazy.serving.chunk_lists import (
+    arguments_of_ranks,
+    check_id,
+    merged_deletion,
+    merged_page,
+    pin_arguments,
+    with_adapter_names,
+)
+from sglang_lazy.serving.frontend import Frontend
+from sglang_lazy.serving.known_chunks import UnknownChunk
+from sglang_lazy.serving.pieces import all_pieces
+from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
+from sglang_lazy.serving.threads import in_thread
+
+MAX_DELETED = 100
+"""The number of chunks that the scheduler deletes between two batches, which takes a few milliseconds."""
+
+logger = logging.getLogger(__name__)
+
+
+async def list_chunks(
+    frontend: Frontend, tenant: str | None, everybody: bool, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """One page of a tenant's chunks, or of everybody's.  arguments: from `list_arguments`."""
+    wanted = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(arguments)}
+    pieces = await all_pieces(lambda starts: frontend.server.ask("page", starts=starts, **wanted))
+    page = merged_page(pieces, arguments)
+    return {**page, "chunks": with_adapter_names(page["chunks"], frontend.server.adapters)}
+
+
+async def survey(frontend: Frontend, tenant: str | None, everybody: bool) -> dict[str, Any]:
+    """The numbers that the page `/lazy` shows of a tenant, or of everybody."""
+    found = await frontend.surveys.get(
+        (tenant, everybody),
+        lambda starts: frontend.server.ask("survey", starts=starts, tenant=tenant, everybody=everybody),
+    )
+    adapters, usage, now = frontend.server.adapters, frontend.usage, time.time()
+    lists = {name: with_adapter_names(found[name], adapters) for name in ("hottest", "largest", "pinned")}
+    return {
+        "time": now,
+        **found,
+        **lists,
+        "history": usage.history(tenant, everybody, now),
+        "prompts": usage.last(tenant, everybody),
+    }
+
+
+async def get_chunk(frontend: Frontend, tenant: str | None, name: str) -> dict[str, Any]:
+    """The chunks with this id and the state of its registration. Raises UnknownChunk if there is neither."""
+    answers = await frontend.server.ask("get", tenant=tenant, prefix=check_id(name))
+    chunks = [{**chunk, "dp_rank": rank} for rank, answer in enumerate(answers) for chunk in answer["chunks"]]
+    registration = frontend.registrations.get(tenant, name)
+    if not chunks and registration is None:
+        raise UnknownChunk(f"chunk {name} is unknown")
+    return {"chunks": with_adapter_names(chunks, frontend.server.adapters), "registration": registration}
+
+
+async def delete_chunks(frontend: Frontend, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:
+    """Remove the KV of chunks from the cache, and forget their ids."""
+    ids = list(dict.fromkeys(map(check_id, ids)))
+    answers = []
+    for first in range(0, len(ids), MAX_DELETED):
+        answers += await frontend.server.ask("delete", tenant=tenant, ids=ids[first : first + MAX_DELETED])
+
+    def forget(name: str) -> bool:
+        failed = frontend.registrations.forget(tenant, name)
+        return frontend.known.remove(tenant, name) or failed
+
+    return merged_deletion(ids, answers, forget)
+
+
+async def register_chunks(frontend: Frontend, tenant: str | None, body: Any, size: int = 0) -> dict[str, Any]:
+    """Compute chunks ahead of use.  body: as of `POST /chunks`, which has `size` bytes.
+
+    Raises Busy, a ValueError, if too many wait already.
+    """
+    chunks, requested, policy = await in_thread(size, parse_registration, frontend.prompts, body, tenant)
+    if (adapter := body.get("lora_path")) is not None and adapter not in frontend.server.adapters:
+        raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
+    pins = {name: body[name] for name in ("pin", "ttl") if name in body}
+    pin, ttl = pin_arguments(pins) if pins else (False, None)
+    await frontend.server.ask("get", tenant=tenant, prefix=chunks[0].id)  # refuses without reuse
+
+    async def run(tokens: Sequence[int]) -> None:
+        input_ids, plan = prompt_for(tokens, policy, tenant)
+        params = frontend.prompts.with_plan({"temperature": 0, "max_new_tokens": 1}, plan)
+        adapter_id = await frontend.server.compute(input_ids, params, adapter)
+        if pin:
+            digest, only = tokens_digest(tokens).hex(), (plan.policy.preamble != "none", adapter_id)
+            for skip in (await frontend.pins.set(tenant, [digest], pin, ttl, only))["skipped"]:
+                reason = "evicted meanwhile" if skip["reason"] == "unknown" else skip["reason"]
+                raise ValueError(f"computed, but not pinned: {reason}")
+
+    progress = frontend.registrations
+    progress.begin(tenant, [(chunk.digest, chunk.size) for chunk in chunks])
+    try:
+        if not policy.trained:  # its tokens are not those of the text alone
+            await in_thread(size, frontend.known.add_all, tenant, [chunk.tokens for chunk in chunks])
+    except BaseException:
+        for chunk in chunks:
+            progress.end(tenant, chunk.digest, chunk.size, None)
+        raise
+    work = asyncio.ensure_future(compute(chunks, run, progress, tenant, frontend.turns))
+    _under_way.add(work)
+    work.add_done_callback(_end)
+    if body.get("wait"):
+        affected, skipped = await asyncio.shield(work)
+        return {"requested": requested, "affected": affected, "skipped": skipped}
+    return {"requested": requested, "accepted": [chunk.id for chunk in chunks], "skipped": []}
+
+
+_under_way: set[asyncio.Future] = set()
+"""Registrations that are being computed; event loops keep only weak references to tasks."""
+
+
+def _end(work: asyncio.Future) -> None:
+    _under_way.discard(work)
+    if not work.cancelled() and work.exception() is not None:
+        logger.error("sglang-lazy: a registration of chunks failed", exc_info=work.exception())

@@ -1,0 +1,41 @@
+"""The state of the process that takes requests."""
+
+import functools
+
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.serving.known_chunks import KnownChunks
+from sglang_lazy.serving.picker import Picker
+from sglang_lazy.serving.pins import Pins
+from sglang_lazy.serving.prompts import Prompts
+from sglang_lazy.serving.registration import AT_ONCE, Registrations
+from sglang_lazy.serving.server import Server
+from sglang_lazy.serving.shadow import Shadow
+from sglang_lazy.serving.surveys import Surveys
+from sglang_lazy.serving.turns import Turns
+from sglang_lazy.serving.usage import Usage
+
+
+class Frontend:
+    """All that an HTTP process, or the process of an `Engine`, knows; of several tokenizer workers each has its own.
+
+    server: the server behind it.
+    prompts: makes prompts of what requests give.
+    known, registrations: chunks that were registered, and those that are being computed. Tokenizer workers share both,
+        through stand-ins.
+    usage, surveys, pins: the last prompts, the last surveys of the cache, and pins that are to end.
+    picker: knows which data-parallel rank has which chunks.
+    shadow: compares answers with full attention; None if that is off.
+    """
+
+    def __init__(self, config: LazyConfig, server: Server):
+        self.config, self.server = config, server
+        self.prompts = Prompts(config, server)
+        self.known, self.registrations = KnownChunks(), Registrations()
+        self.usage, self.surveys, self.pins = Usage(), Surveys(), Pins(server.ask)
+        self.picker = Picker()
+        self.shadow: Shadow | None = None
+
+    @functools.cached_property
+    def turns(self) -> Turns:
+        """The turns of registered chunks."""
+        return Turns(max(1, AT_ONCE // self.server.num_workers))
