@@ -19,11 +19,11 @@ from sglang.srt.runtime_context import get_memory, get_server_args
 
 from fakes.late_copies import late_transfers
 from fakes.requests import VOCAB_SIZE
-from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.transfers import Transfers
+from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel

@@ -12,10 +12,10 @@ from oracle.comb import CROSS, KV_HEADS, LAYERS, CombOracle, build
 from research.quality.comb import Comb, save_comb
 from research.quality.llama import Llama, Shape
 from sgl_kernel_lazy import torch_impl
-from sglang_lazy.attention.cross import Readers
-from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
-from sglang_lazy.core.comb import CombLlamaConfig
+from sglang_lazy.comb.config import CombLlamaConfig
+from sglang_lazy.comb.cross import Readers
+from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.model import LayerRope
 
 
@@ -26,7 +26,7 @@ def one_rank(sglang_context):
 
 
 def new_model(path):
-    from sglang_lazy.port.model.comb_llama import CombLlamaForConditionalGeneration
+    from sglang_lazy.port.comb.llama import CombLlamaForConditionalGeneration
 
     return CombLlamaForConditionalGeneration(CombLlamaConfig.from_pretrained(path))
 

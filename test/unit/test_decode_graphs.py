@@ -10,8 +10,8 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
+from sglang_lazy.port.graphs import add_variants, batch_of_graph
 from sglang_lazy.port.model.attention import LinkAttention
-from sglang_lazy.port.model.graphs import add_variants, batch_of_graph
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

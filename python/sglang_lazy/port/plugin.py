@@ -53,9 +53,10 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.core import comb as comb_config
-    from sglang_lazy.port import cpu, watchdog
-    from sglang_lazy.port.model import comb, compat, graphs, model_runner, probing
+    from sglang_lazy.comb import config as comb_config
+    from sglang_lazy.port import cpu, graphs, watchdog
+    from sglang_lazy.port.comb import model as comb
+    from sglang_lazy.port.model import compat, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,

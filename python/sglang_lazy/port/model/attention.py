@@ -16,9 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan
+from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.model.compat import kv_scales
 from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, copy_slots
-from sglang_lazy.port.model.graphs import batch_of_graph
 from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.stock_part import StockPart
 

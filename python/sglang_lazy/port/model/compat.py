@@ -16,8 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.port.comb.model import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
-from sglang_lazy.port.model.comb import num_cross_layers
 from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.rope import INV_FREQ
 

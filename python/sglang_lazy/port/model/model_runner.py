@@ -12,20 +12,20 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
-from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
+from sglang_lazy.port.comb.backend import with_cross_attention
+from sglang_lazy.port.comb.model import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
-from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
-from sglang_lazy.port.model.cross_attention import with_cross_attention
 from sglang_lazy.port.model.images import place_rows
 from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
 from sglang_lazy.port.model.probe import check_layers

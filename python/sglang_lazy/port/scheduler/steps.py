@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
+from sglang_lazy.comb.producer import EncoderProducer
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
@@ -17,15 +18,14 @@ from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
+from sglang_lazy.port.comb.model import new_encoder
 from sglang_lazy.port.facts import SchedulerFacts, dp_rank
 from sglang_lazy.port.hooks import feature, required
-from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
 from sglang_lazy.port.repairs.operators import pause_empties_queue
 from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
-from sglang_lazy.scheduler.encoder import EncoderProducer
 from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
 

@@ -19,9 +19,9 @@ from sglang.srt.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaML
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from sglang_lazy.attention.cross import CrossReader
-from sglang_lazy.attention.encoder import EncoderRows
-from sglang_lazy.core.comb import CROSS, DECODER, ENCODER, CombLlamaConfig
+from sglang_lazy.comb.config import CROSS, DECODER, ENCODER, CombLlamaConfig
+from sglang_lazy.comb.cross import CrossReader
+from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.port.facts import tp_size
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.port.model.graphs import batch_of_graph
+from sglang_lazy.comb.cross import CrossReader
+from sglang_lazy.port.graphs import batch_of_graph
 
 
 class CrossAttention(AttentionBackend):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.rows import Pass
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.device import ints_to_device, read_here, to_device
 from sglang_lazy.core.state import LinkedRequest
 

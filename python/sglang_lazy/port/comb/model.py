@@ -11,9 +11,9 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
-from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.core.comb import ARCHITECTURE, CROSS, ENCODER
+from sglang_lazy.comb.config import ARCHITECTURE, CROSS, ENCODER
+from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.encoding import Encoding
@@ -122,7 +122,7 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ModelRunner.initialize`: register our models with SGLang, like those of an external package."""
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_lazy.port.model.comb_llama import EntryClass
+    from sglang_lazy.port.comb.llama import EntryClass
 
     ModelRegistry.models[ARCHITECTURE] = EntryClass
 
