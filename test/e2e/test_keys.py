@@ -1,5 +1,7 @@
 """A server with an API key and an admin key: chunk routes take the key that SGLang's cache routes take."""
 
+import json
+
 import pytest
 import requests
 from http_prompts import chunk, text
@@ -12,11 +14,21 @@ pytestmark = pytest.mark.slow  # test/unit/test_routes_of_chunks.py has every ch
 DOCUMENT = "The lock keeper had one key for all four gates."
 
 
+APPLICATION, READER, OPERATOR = "the-key-of-tenant-a", "the-key-of-a-reader", "another-key-of-admins"
+FILE = [
+    {"key": APPLICATION, "scopes": ["chunks", "prompts"], "tenant": "a"},
+    {"key": READER, "scopes": ["read"]},
+    {"key": OPERATOR, "scopes": ["admin"]},
+]
+
+
 @pytest.fixture(scope="module")
 def url(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "keys.json").write_text(json.dumps(FILE))
     flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", *device_flags()]
-    flags += ["--api-key", "key", "--admin-api-key", "admin"]
-    with running_server(flags, tmp_path_factory.mktemp("keys") / "server.log") as url:
+    flags += ["--api-key", "key", "--admin-api-key", "admin", "--lazy-keys", str(folder / "keys.json")]
+    with running_server(flags, folder / "server.log") as url:
         yield url
 
 
@@ -58,6 +70,46 @@ def test_which_key_opens_which_route(url):
         assert call(url, method, path, "admin", **body).status_code == 200, (method, path)
     answer = call(url, "POST", "/generate", "key", segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")])
     assert [one["hit"] for one in answer.json()["meta_info"]["chunks"]] == [False]
+
+
+def test_an_application_manages_its_tenants_chunks(url):
+    """With one key, and without naming its tenant; it reaches neither others' chunks nor what acts on everybody."""
+
+    def ask(method, path, key=APPLICATION, salt=None, **body):
+        headers = {"Authorization": f"Bearer {key}", **({"X-Cache-Salt": salt} if salt else {})}
+        return requests.request(method, url + path, json=body or None, headers=headers, timeout=60)
+
+    (name,) = ask("POST", "/chunks", chunks=[DOCUMENT], wait=True, pin=True).json()["affected"]
+    (listed,) = ask("GET", "/chunks").json()["chunks"]
+    assert (listed["id"], listed["cache_salt"], listed["pinned"]) == (name, "a", True)
+    prompt = [text("Read: "), {"type": "chunk", "id": name}, text(" Who?")]
+    for path in ("/generate", "/v1/completions"):
+        answer = ask("POST", path, segments=prompt)
+        assert answer.status_code == 200, answer.text
+    message = {"role": "user", "content": prompt}
+    assert ask("POST", "/v1/chat/completions", model="m", messages=[message], max_tokens=1).status_code == 200
+    assert ask("GET", f"/chunks/{name}").json()["chunks"][0]["hits"] == 3
+    assert ask("POST", "/generate", "key", segments=prompt).status_code == 404  # another tenant knows no such id
+    assert ask("POST", "/generate", segments=prompt, cache_salt="b").status_code == 400
+    assert ask("POST", "/chunks", chunks=["x"], cache_salt="b").status_code == 400
+    assert ask("GET", "/chunks", salt="b").status_code == 403
+    for path in ("/chunks?all=true", "/server_info", "/flush_cache", "/lazy/survey?all=true"):
+        assert ask("GET", path).status_code == 403, path
+    assert ask("GET", "/chunks", READER, "a").json()["chunks"][0]["id"] == name
+    for method, path in (
+        ("DELETE", f"/chunks/{name}"),
+        ("POST", "/chunks"),
+        ("POST", "/generate"),
+        ("GET", "/v1/models"),
+    ):
+        assert ask(method, path, READER, "a").status_code == 403, path
+    assert ask("GET", "/chunks?all=true", OPERATOR).json()["total"] >= 1
+    shown = ask("GET", "/server_info", OPERATOR)
+    assert shown.status_code == 200 and shown.json()["admin_api_key"] == "admin"  # why applications do not see it
+    for key in (APPLICATION, READER, OPERATOR):
+        assert key not in shown.text and key not in ask("GET", "/lazy_info", OPERATOR).text
+    assert ask("DELETE", f"/chunks/{name}").json()["affected"] == [{"id": name, "state": "deleted"}]
+    assert ask("POST", "/flush_cache", OPERATOR).status_code == 200
 
 
 def test_the_page_asks_for_the_key(url, browser):

@@ -274,6 +274,7 @@ BAD_FLAGS = [
     (["--lazy-shadow-min-agreement", "0.5"], "--lazy-shadow-min-agreement watches what shadow mode compares"),
     (["--lazy-chunk-separator", "\udcff"], "argument --lazy-chunk-separator: must be text in UTF-8"),
     (["--lazy-chunk-roles", "\udcff"], "argument --lazy-chunk-roles: must be text in UTF-8"),
+    (["--lazy-keys", "\udcff"], "argument --lazy-keys: must be text in UTF-8"),
     (["--lazy-preamble", "\udcff"], "argument --lazy-preamble: must be text in UTF-8"),
     (["--lazy-default-link", "half"], "--lazy-default-link: link must be one of 'block'"),
     (["--lazy-default-link", "epic:tokens=0"], "--lazy-default-link: link 'epic:tokens=0': tokens must be at least 1"),

@@ -61,6 +61,7 @@ class LazyConfig:
     storage_writers: threads that write chunks to storage.
     shadow_rate: fraction of greedy answers with chunks that shadow mode repeats with full attention, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
+    keys: file with keys of applications, for servers (`serving/keys.py`); empty for none.
     """
 
     kernels: Kernels = "auto"
@@ -77,6 +78,7 @@ class LazyConfig:
     storage_writers: int = 1
     shadow_rate: float = 0.0
     shadow_min_agreement: float = 0.0
+    keys: str = ""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -265,6 +267,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="Minimum share of identical answers among the last ones that shadow mode compared under a policy. Below "
         "it the log warns and sglang_lazy:shadow_alarm is 1.",
+    )
+    group.add_argument(
+        "--lazy-keys",
+        type=_parsed("keys"),
+        default=LazyConfig.keys,
+        metavar="FILE",
+        help="JSON file with keys of applications, each with its scopes (read, chunks, prompts, admin) and, if it is "
+        "bound to one, its tenant. Needs --admin-api-key.",
     )
 
 

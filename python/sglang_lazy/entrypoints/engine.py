@@ -29,6 +29,8 @@ class Engine(ChunkMethods, engine.Engine):
         plugin.check_policy(config.default_link)
         if config.shadow_rate:
             raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
+        if config.keys:
+            raise ValueError("keys open the routes of a server; an engine has none")
         plugin.activate(config)
         load_plugins()
         server_args = kwargs.get("server_args")

@@ -14,6 +14,7 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit, unfit_flags
+from sglang_lazy.port.serving.scopes import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
 
 
@@ -32,6 +33,7 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
     args.resolve_once()
     if flags_of(args).radix_cache_backend is None:
         raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")
+    check_keys(config, flags_of(args))
     if reason := _unfit_default(config, args):
         raise ValueError(reason)
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):

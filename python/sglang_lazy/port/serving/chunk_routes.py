@@ -9,14 +9,15 @@ from fastapi import Depends, Header, HTTPException, Path, Query, Request, Respon
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ErrorResponse
-from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
 from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.page import PAGE_ROUTE
+from sglang_lazy.port.serving.scopes import opened_by, sees_all_tenants
 from sglang_lazy.serving import chunk_calls, chunk_schemas
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
+from sglang_lazy.serving.keys import Scope
 from sglang_lazy.serving.known_chunks import UnknownChunk
 from sglang_lazy.serving.registration import RETRY_S, Busy
 from sglang_lazy.serving.salts import check_cache_salt, salt_of
@@ -52,9 +53,11 @@ def _tenant(
 Tenant = Annotated[str | None, _parsed(_tenant)]
 
 
-def _everybody(all: bool = False) -> bool:
-    if all and not http_server.get_global_state().tokenizer_manager.server_args.admin_api_key:
-        raise _refused("all=true needs a server with --admin-api-key", HTTPStatus.FORBIDDEN)
+def _everybody(request: Request, all: bool = False) -> bool:
+    server_args = http_server.get_global_state().tokenizer_manager.server_args
+    if all and not sees_all_tenants(request, server_args.admin_api_key):
+        reason = "all=true needs a server with --admin-api-key, and that key or one with the scope admin"
+        raise _refused(reason, HTTPStatus.FORBIDDEN)
     return all
 
 
@@ -69,7 +72,7 @@ async def _body(request: Request) -> Any:
         raise ValueError("the body is not JSON") from None
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.READ)
 async def list_chunks(
     tenant: Tenant, everybody: Everybody, arguments: Annotated[dict[str, Any], _parsed(list_arguments)]
 ) -> dict[str, Any]:
@@ -103,7 +106,7 @@ async def list_chunks(
         raise _refused(error) from None
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.READ)
 async def get_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank.
 
@@ -115,7 +118,7 @@ async def get_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
         raise _refused(error) from None
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.CHUNKS)
 async def delete_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """Remove the KV of a chunk from the cache; if requests hold it, after they have ended ("state": "in use").
 
@@ -135,7 +138,7 @@ def _one(chunk_id: str, answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.CHUNKS)
 async def delete_chunks(id: Annotated[list[str], Query(max_length=MAX_LIMIT)], tenant: Tenant) -> dict[str, Any]:
     """The same for several chunks: `DELETE /chunks?id=…&id=…`. `skipped` has the others, with reasons."""
     try:
@@ -144,7 +147,7 @@ async def delete_chunks(id: Annotated[list[str], Query(max_length=MAX_LIMIT)], t
         raise _refused(error) from None
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.CHUNKS)
 async def patch_chunk(request: Request, chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """Pin a cached chunk, which keeps its KV on the device, or end its pin.
 
@@ -163,7 +166,7 @@ async def patch_chunk(request: Request, chunk_id: ChunkId, tenant: Tenant) -> di
         raise _refused(error) from None
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.CHUNKS)
 async def register_chunks(request: Request) -> Response:
     """Compute chunks ahead of use.
 
@@ -187,7 +190,7 @@ async def register_chunks(request: Request) -> Response:
     return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED if "accepted" in answer else HTTPStatus.OK)
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.READ)
 async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The numbers that the page `/lazy` shows of the caller's chunks; its size does not grow with their number.
 
@@ -213,7 +216,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
         raise _refused(error) from None
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.READ)
 async def uses(chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
     try:

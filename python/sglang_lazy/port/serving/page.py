@@ -7,7 +7,9 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import HTMLResponse
-from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_lazy.port.serving.scopes import opened_by
+from sglang_lazy.serving.keys import Scope
 
 PAGE_ROUTE = "/lazy"
 
@@ -42,7 +44,7 @@ def _page(status: HTTPStatus) -> HTMLResponse:
     return HTMLResponse(_PAGE, status, _HEADERS)
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@opened_by(Scope.READ)
 async def page() -> HTMLResponse:
     """The page. Its numbers come from other routes; it asks for the key if these need one."""
     return _page(HTTPStatus.OK)

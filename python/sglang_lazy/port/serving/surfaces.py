@@ -10,6 +10,7 @@ from sglang_lazy.port.serving import (
     page,
     protocol,
     responses,
+    scopes,
     shadow,
     shutdown,
     tokenizer_manager,
@@ -50,6 +51,9 @@ HOOKS = (
     ),
     feature(
         "sglang.srt.utils.auth.add_api_key_middleware", page.ask_for_key, "AFTER", "the page of chunks asks for a key"
+    ),
+    feature(
+        "sglang.srt.utils.auth.add_api_key_middleware", scopes.check_scopes, "AFTER", "keys of applications have scopes"
     ),
     required(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",

@@ -14,7 +14,7 @@ async function ask(path, query = {}) {
   const answer = await fetch(`${path}?${given}`, {headers: key ? {Authorization: `Bearer ${key}`} : {}});
   const body = await answer.json();
   if (answer.ok) return body;
-  throw Object.assign(new Error(body.detail || body.error || answer.statusText), {status: answer.status});
+  throw Object.assign(new Error(body.detail || body.error?.message || body.error || answer.statusText), {status: answer.status});
 }
 
 function complain(error) {
