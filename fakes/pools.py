@@ -25,7 +25,7 @@ from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache import create, tiers
 from sglang_lazy.port.cache.backends import TensorBackend

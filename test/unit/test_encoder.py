@@ -14,7 +14,7 @@ from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from fakes.storage import Storage
 from sglang_lazy.chunks.store import ChunkState
-from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.core.state import ChunkNodes, RowNodes, linked

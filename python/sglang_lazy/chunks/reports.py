@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
-from sglang_lazy.core.encoding import chunks_of
+from sglang_lazy.core.fills import chunks_of
 from sglang_lazy.core.keys import chunk_id
 
 

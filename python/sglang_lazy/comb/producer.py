@@ -11,7 +11,7 @@ import torch
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import linked

@@ -1,4 +1,4 @@
-"""A fill, the internal request that computes missing chunks."""
+"""What computes missing chunks: a fill, which is an internal request, or an encoder's pass."""
 
 import dataclasses
 import functools
@@ -55,3 +55,27 @@ class Fill:
         """What it computes, in order: the preamble, if there is one, and the chunks."""
         preamble = [FillPart(self.preamble, self.chunks[0].key.namespace.leading)] if self.preamble else []
         return [*preamble, *(FillPart(chunk.tokens, chunk.key.namespace, chunk) for chunk in self.chunks)]
+
+
+@dataclasses.dataclass(eq=False)
+class Encoding:
+    """A missing chunk, to be encoded with the first batch that has one of its parents.
+
+    owner: the request that it was created for.
+    slots: int64 [num_tokens], its own.
+    parents: the requests that wait for it.
+    """
+
+    chunk: ChunkSlice
+    owner: Any
+    slots: torch.Tensor
+    parents: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def chunks(self) -> tuple[ChunkSlice, ...]:
+        return (self.chunk,)
+
+
+def chunks_of(work: Any) -> Sequence[ChunkSlice]:
+    """The chunks of what a producer has under way: an `Encoding` or a fill's request."""
+    return work.chunks if isinstance(work, Encoding) else work.lazy.chunks

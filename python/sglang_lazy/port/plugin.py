@@ -55,7 +55,8 @@ def install() -> None:
 
     from sglang_lazy.comb import config as comb_config
     from sglang_lazy.port import cpu, graphs, watchdog
-    from sglang_lazy.port.comb import model as comb
+    from sglang_lazy.port.comb import lora as comb_lora
+    from sglang_lazy.port.comb import pool as comb_pool
     from sglang_lazy.port.model import compat, model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
@@ -101,7 +102,8 @@ def install() -> None:
         lora,
         memory,
         storage,
-        comb,
+        comb_pool,
+        comb_lora,
         model_runner,
         graphs,
         probing,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.chunks.counts import Counts
-from sglang_lazy.core.encoding import Encoding
-from sglang_lazy.core.fills import Fill
+from sglang_lazy.core.fills import Encoding, Fill
 from sglang_lazy.core.state import linked
 
 logger = logging.getLogger(__name__)

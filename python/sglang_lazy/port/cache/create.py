@@ -24,7 +24,7 @@ from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
 from sglang_lazy.port.cache.room import Room
 from sglang_lazy.port.cache.tier_metrics import measured_host
 from sglang_lazy.port.cache.tiers import Tiers
-from sglang_lazy.port.comb.model import chunk_pool_of
+from sglang_lazy.port.comb.pool import chunk_pool_of
 from sglang_lazy.port.facts import RequestFacts
 from sglang_lazy.storage.report import HostReport
 

@@ -16,7 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.model import AttentionLayer
-from sglang_lazy.port.comb.model import num_cross_layers
+from sglang_lazy.port.comb.compat import unfit_flags_of_comb
+from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.rope import INV_FREQ
@@ -186,21 +187,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
-        reasons += [reason for reason, applies in _unfit_comb(runner).items() if applies]
+        reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
     return [*reasons, *_unfit_layers(runner.model)] or _unfit_pools(runner)
-
-
-def _unfit_comb(runner: Any) -> dict[str, bool]:
-    """Reasons in the flags for a model that reads chunks through an encoder."""
-    flags = flags_of(runner.server_args)
-    return {
-        "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
-            bool(flags.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
-        ),
-        "--enable-torch-compile: it would compile layers without the cross layers before them": (
-            flags.enable_torch_compile
-        ),
-    }
 
 
 def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:

@@ -11,14 +11,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.comb.producer import EncoderProducer
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
-from sglang_lazy.port.comb.model import new_encoder
+from sglang_lazy.port.comb.pool import new_encoder
 from sglang_lazy.port.facts import SchedulerFacts, dp_rank
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.model_runner import server_traits

@@ -1,4 +1,4 @@
-"""Serving Comb models: the KV pool of encoded chunks, its size, the encoder's passes, and LoRA of the decoder."""
+"""The KV pool of encoded chunks, its size, and the encoder's passes."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.comb.config import ARCHITECTURE, CROSS, ENCODER
+from sglang_lazy.comb.config import ARCHITECTURE
 from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import read_here, to_device
-from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.hooks import feature
@@ -127,24 +127,6 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     ModelRegistry.models[ARCHITECTURE] = EntryClass
 
 
-def keep_to_the_decoder(_result: Any, manager: Any) -> None:
-    """After `LoRAManager.init_lora_modules`, which selects modules by the end of their names: restore those of the
-    encoder and the cross layers."""
-    from sglang.srt.utils import replace_submodule
-
-    for modules in manager.lora_modules:
-        for name in [name for name in modules if name.startswith((CROSS, ENCODER))]:
-            replace_submodule(manager.base_model, name, modules.pop(name).base_layer)
-
-
-def check_weight(adapter: Any, name: str, *_args: Any) -> None:
-    """Before `LoRAAdapter._process_weight`, which selects layers by their number: raise ValueError for a weight of the
-    encoder or a cross layer."""
-    is_comb = ARCHITECTURE in (adapter.base_hf_config.architectures or ())
-    if is_comb and any(part in name for part in (".cross_layers.", ENCODER)):
-        raise ValueError(f"adapters of a Comb model may change only its decoder; this one has {name!r}")
-
-
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
     feature(
@@ -160,16 +142,4 @@ HOOKS = (
         "the pools of Comb models keep their size",
     ),
     feature("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE", "Comb models"),
-    feature(
-        "sglang.srt.lora.lora_manager.LoRAManager.init_lora_modules",
-        keep_to_the_decoder,
-        "AFTER",
-        "LoRA adapters of Comb models change the decoder alone",
-    ),
-    feature(
-        "sglang.srt.lora.lora.LoRAAdapter._process_weight",
-        check_weight,
-        "BEFORE",
-        "LoRA adapters that do not fit a Comb model are refused",
-    ),
 )
