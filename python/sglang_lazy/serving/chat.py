@@ -36,8 +36,9 @@ class ChunkParts:
         self.parts: list[Mapping[str, Any] | Segment] = []
         self.names: list[str] = []
         self.rendered: Mapping[int, str] = {}
+        self.limit = limit
         self._separator, self._roles, self._blocks = separator, frozenset(roles), blocks or {}
-        self._limit, self._num_separators = limit, 0
+        self._num_separators = 0
         self._nonces = [secrets.token_hex(16)]
         self._indices: dict[str, int] = {}
 
@@ -97,7 +98,7 @@ class ChunkParts:
     def _take_from_text(self, text: str, name: str, role: Any) -> str:
         if self._separator:
             self._num_separators += text.count(self._separator)
-            self._limit.check_separators(self._num_separators)
+            self.limit.check_separators(self._num_separators)
         pieces = self._divide(text, name, isinstance(role, str) and role in self._roles)
         return "".join(
             [self._take({"type": "chunk", "text": piece}, name) if chunk else piece for piece, chunk in pieces]
@@ -113,7 +114,7 @@ class ChunkParts:
             raise ValueError(f"{name}: {error}") from None
 
     def _take(self, part: Mapping[str, Any], name: str) -> str:
-        self._limit.check(len(self.parts) + 1)
+        self.limit.check(len(self.parts) + 1)
         placeholder = f"{self._nonces[-1]}_{len(self.parts)}_"
         self._indices[placeholder] = len(self.parts)
         self.parts.append(part)
@@ -122,8 +123,8 @@ class ChunkParts:
 
     def continuing(self, earlier: "ChunkParts") -> "ChunkParts":
         """The parts of an earlier request, which this one continues, followed by these. Raises TooManyChunks."""
-        self._limit.check(len(earlier.parts) + len(self.parts))
-        both = ChunkParts(limit=self._limit)
+        self.limit.check(len(earlier.parts) + len(self.parts))
+        both = ChunkParts(limit=self.limit)
         both.parts, both.names = earlier.parts + self.parts, earlier.names + self.names
         later = {placeholder: len(earlier.parts) + index for placeholder, index in self._indices.items()}
         both._indices, both._nonces = {**earlier._indices, **later}, earlier._nonces + self._nonces

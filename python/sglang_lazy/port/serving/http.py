@@ -103,12 +103,12 @@ def _take_salt(request: Any, raw_request: Request) -> None:
     """
     request.cache_salt = salt_of(request.cache_salt, raw_request.headers)
     this = frontend.current()
-    limit = this.prompts.limit(request.link)
     if isinstance(request, CompletionsRequest):
+        limit = this.prompts.limit(request.link)
         request.segments = with_tokens(this.known, request.segments, request.cache_salt, limit=limit)
     else:
         parts = request._chunk_parts
-        parts.parts = with_tokens(this.known, parts.parts, request.cache_salt, parts.names, limit)
+        parts.parts = with_tokens(this.known, parts.parts, request.cache_salt, parts.names, parts.limit)
 
 
 async def _converting_ahead(serving: Any, request: Any, raw_request: Request) -> Any:
