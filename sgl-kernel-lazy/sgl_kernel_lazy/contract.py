@@ -129,6 +129,36 @@ def check_copied_slots(
         raise ValueError(f"source: expected slots that are not in target, too, got {moved[both][0]}")
 
 
+def check_parts(
+    initial_slots: torch.Tensor,
+    part_indptr: torch.Tensor,
+    parts: torch.Tensor,
+    num_states: int,
+    num_chunks: int,
+    num_pieces: int,
+    only_last: bool,
+) -> None:
+    """Check that slots, chunks and pieces are in range, and that no piece is listed twice.
+
+    only_last: whether a piece may only be the last part of its row. Arguments and errors: `link_states`.
+    """
+    _check_indptr("part_indptr", part_indptr, len(parts))
+    if (place := _first_outside(initial_slots + 1, num_states + 1)) is not None:
+        raise ValueError(f"initial_slots: expected -1 to {num_states - 1}, got {initial_slots[place]} at {place}")
+    begin, end = part_indptr[0], part_indptr[-1]
+    used = parts[begin:end]
+    if (place := _first_outside(used + num_pieces, num_chunks + num_pieces)) is not None:
+        raise ValueError(f"parts: expected {-num_pieces} to {num_chunks - 1}, got {used[place]} at {begin + place}")
+    pieces = used[used < 0]
+    if len(pieces.unique()) < len(pieces):
+        raise ValueError("parts: expected each piece once, got one twice")
+    places = (used < 0).nonzero()[:, 0] + begin
+    if only_last and (inside := places[~torch.isin(places, part_indptr[1:] - 1)]).numel():
+        raise ValueError(
+            f"parts: without piece_states, expected pieces at the ends of rows only, got one at {inside[0]}"
+        )
+
+
 def _check_indptr(name: str, indptr: torch.Tensor, most: int) -> None:
     values = indptr.tolist()
     if values != sorted(values) or values[0] < 0 or values[-1] > most:

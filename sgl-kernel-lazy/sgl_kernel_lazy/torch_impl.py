@@ -14,6 +14,7 @@ from sgl_kernel_lazy.contract import (
 )
 from sgl_kernel_lazy.row_attention import attend, masked_scores, rows_of
 from sgl_kernel_lazy.torch_copy_rotated import copy_rotated as copy_rotated
+from sgl_kernel_lazy.torch_link_states import link_states as link_states
 from sgl_kernel_lazy.torch_window_rows import window_rows as window_rows
 from sgl_kernel_lazy.validation import (
     check_accumulate_inputs,

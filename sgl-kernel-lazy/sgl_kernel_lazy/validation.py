@@ -273,3 +273,51 @@ def check_cos_sin(cos_sin_cache: torch.Tensor, head_dim: int, device: torch.devi
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
+
+
+def check_state_inputs(
+    before: torch.Tensor,
+    last: torch.Tensor | None,
+    initial_states: torch.Tensor,
+    initial_slots: torch.Tensor,
+    part_indptr: torch.Tensor,
+    parts: torch.Tensor,
+    chunk_transitions: torch.Tensor,
+    chunk_states: torch.Tensor,
+    piece_transitions: torch.Tensor | None,
+    piece_states: torch.Tensor | None,
+) -> None:
+    """Check the arguments of `link_states`."""
+    device = before.device
+    check_tensor("before", before, (None, None, None, None), FLOATS, device)
+    num_pieces, *shape = before.shape
+    num_heads, _, k = shape
+    check_tensor("initial_slots", initial_slots, (None,), INTEGERS, device)
+    bs = len(initial_slots)
+    check_tensor("part_indptr", part_indptr, (bs + 1,), (torch.int32,), device)
+    check_tensor("parts", parts, (None,), INTEGERS, device)
+    states = dict(before=before, initial_states=initial_states, chunk_states=chunk_states)
+    check_tensor("initial_states", initial_states, (None, *shape), FLOATS, device)
+    check_tensor("chunk_states", chunk_states, (None, *shape), FLOATS, device)
+    matrices = chunk_transitions.dim() == 4
+    transition = (num_heads, k, k) if matrices else (num_heads,)
+    check_tensor("chunk_transitions", chunk_transitions, (len(chunk_states), *transition), FLOATS, device)
+    if matrices and k > 128:
+        raise ValueError(f"chunk_transitions: expected matrices of up to 128 columns, got {k}")
+    if (piece_transitions is None) != (piece_states is None):
+        raise ValueError("piece_transitions, piece_states: expected both or none, got one")
+    if piece_transitions is not None and piece_states is not None:
+        check_tensor("piece_transitions", piece_transitions, (num_pieces, *transition), FLOATS, device)
+        check_tensor("piece_states", piece_states, (num_pieces, *shape), FLOATS, device)
+        states |= dict(piece_states=piece_states)
+    if last is not None:
+        if piece_states is None:
+            raise ValueError("last: expected None without piece_states, got a tensor")
+        check_tensor("last", last, (bs, *shape), FLOATS, device)
+        states |= dict(last=last)
+    if matrices:
+        states |= dict(chunk_transitions=chunk_transitions)
+        states |= {} if piece_transitions is None else dict(piece_transitions=piece_transitions)
+    for name, tensor in states.items():
+        if tensor.stride(2) != k and tensor.shape[2] > 1:
+            raise ValueError(f"{name}: expected contiguous matrices, got strides {list(tensor.stride())}")

@@ -16,14 +16,16 @@ decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
 rows = importlib.import_module("sgl_kernel_lazy.triton.copy_rows")
+states = importlib.import_module("sgl_kernel_lazy.triton.link_states")
 windows = importlib.import_module("sgl_kernel_lazy.triton.window_rows")
 
-FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
-INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache")
+FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums", "before", "last")
+FLOAT_POINTERS += ("initial_states", "piece_transitions", "piece_states")
+INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache", "chunk_transitions", "chunk_states")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
-INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions")
+INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions", "part_indptr")
 WIDE_POINTERS = ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens")
-WIDE_POINTERS += ("sources", "targets", "source_rows", "target_rows")
+WIDE_POINTERS += ("initial_slots", "parts", "sources", "targets", "source_rows", "target_rows")
 # Dtypes of queries, and of caches with another dtype.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
@@ -125,6 +127,11 @@ def compile_rows(row_bytes):
     return kernel
 
 
+def compile_states(dtype, v, k, matrices):
+    blocks = dict(BLOCK_V=states.BLOCK_V, BLOCK_K=k, MATRIX=matrices)
+    return compile_kernel(states._link_states_kernel, dtype, states.NUM_WARPS, 3, V=v, K=k, **blocks)
+
+
 # dtype, group, head_dim, rotary_dim, is_neox
 HEADS = [
     ("bf16", 4, 128, 128, True),
@@ -149,6 +156,9 @@ if __name__ == "__main__":
     for row_bytes in (2048, 1152, 72):
         kernel = compile_rows(row_bytes)
         print(row_bytes, kernel.metadata.name, kernel.metadata.shared, flush=True)
+    for layer in (("fp32", 128, 128, True), ("bf16", 128, 128, True), ("fp32", 64, 256, False)):
+        kernel = compile_states(*layer)
+        print(*layer, kernel.metadata.name, kernel.metadata.shared, flush=True)
     for heads in QUICK if "--quick" in sys.argv else HEADS:
         links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
         links += (*compile_extend(*heads, 512, False, 128, 50.0), *compile_decode(*heads, 50.0))

@@ -7,6 +7,7 @@ from benchmark.kernels.flashinfer.link_decode import decode_workspace, link_deco
 from benchmark.kernels.flashinfer.link_extend import link_extend, plan_extend
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
+from sgl_kernel_lazy.triton.link_states import link_states
 from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "decode_workspace",
     "link_decode",
     "link_extend",
+    "link_states",
     "plan_decode",
     "plan_extend",
     "unsupported",

@@ -9,6 +9,7 @@ from sgl_kernel_lazy.cuda.link_decode import decode_workspace, link_decode, plan
 from sgl_kernel_lazy.cuda.link_extend import link_extend
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
+from sgl_kernel_lazy.triton.link_states import link_states
 from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "decode_workspace",
     "link_decode",
     "link_extend",
+    "link_states",
     "plan_decode",
     "unsupported",
     "window_rows",

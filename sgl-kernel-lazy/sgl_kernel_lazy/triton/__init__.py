@@ -7,6 +7,7 @@ from sgl_kernel_lazy.triton.common import kv_dtypes
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.triton.link_extend import link_extend
+from sgl_kernel_lazy.triton.link_states import link_states
 from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "decode_workspace",
     "link_decode",
     "link_extend",
+    "link_states",
     "plan_decode",
     "unsupported",
     "window_rows",

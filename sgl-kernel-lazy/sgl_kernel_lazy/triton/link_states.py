@@ -1,0 +1,97 @@
+"""States of recurrent layers in rows with chunks: each transition is read once for a block of a state's rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_kernel_lazy.validation import check_state_inputs
+
+BLOCK_V, NUM_WARPS = 32, 4
+
+
+@triton.jit
+def _after(
+    state, transitions, additions, part, head, at, known,
+    stride_transition, stride_transition_head, stride_addition, stride_addition_head,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, MATRIX: tl.constexpr,
+):  # fmt: skip
+    """state T + H of a part, for the elements `at` of a head's H."""
+    part = part.to(tl.int64)
+    transition = transitions + part * stride_transition + head * stride_transition_head
+    addition = additions + part * stride_addition + head * stride_addition_head
+    h = tl.load(addition + at, mask=known, other=0.0).to(tl.float32)
+    if MATRIX:
+        k = tl.arange(0, BLOCK_K)
+        inside = (k < K)[:, None] & (k < K)[None, :]
+        t = tl.load(transition + k[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        return tl.dot(state, t, h, input_precision="ieee")
+    return state * tl.load(transition).to(tl.float32) + h
+
+
+@triton.jit
+def _link_states_kernel(
+    before, last, initial_states, initial_slots, part_indptr, parts,
+    chunk_transitions, chunk_states, piece_transitions, piece_states,
+    stride_before, stride_before_head, stride_last, stride_last_head, stride_initial, stride_initial_head,
+    stride_chunk_transition, stride_chunk_transition_head, stride_chunk_state, stride_chunk_state_head,
+    stride_piece_transition, stride_piece_transition_head, stride_piece_state, stride_piece_state_head,
+    V: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, MATRIX: tl.constexpr,
+):  # fmt: skip
+    """One program per head, block of BLOCK_V rows of its states, and row of the batch."""
+    b, head = tl.program_id(2), tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k = tl.arange(0, BLOCK_K)
+    at = v[:, None] * K + k[None, :]
+    known = (v < V)[:, None] & (k < K)[None, :]
+    slot = tl.load(initial_slots + b).to(tl.int64)
+    begin = initial_states + slot * stride_initial + head * stride_initial_head
+    state = tl.load(begin + at, mask=known & (slot >= 0), other=0.0).to(tl.float32)
+    for i in range(tl.load(part_indptr + b), tl.load(part_indptr + b + 1)):
+        part = tl.load(parts + i)
+        if part >= 0:
+            state = _after(
+                state, chunk_transitions, chunk_states, part, head, at, known,
+                stride_chunk_transition, stride_chunk_transition_head, stride_chunk_state, stride_chunk_state_head,
+                K, BLOCK_K, MATRIX,
+            )  # fmt: skip
+        else:
+            piece = (-1 - part).to(tl.int64)
+            tl.store(before + piece * stride_before + head * stride_before_head + at, state, mask=known)
+            if piece_states is not None:
+                state = _after(
+                    state, piece_transitions, piece_states, piece, head, at, known,
+                    stride_piece_transition, stride_piece_transition_head, stride_piece_state, stride_piece_state_head,
+                    K, BLOCK_K, MATRIX,
+                )  # fmt: skip
+    if last is not None:
+        tl.store(last + b.to(tl.int64) * stride_last + head * stride_last_head + at, state, mask=known)
+
+
+def link_states(
+    before: torch.Tensor,
+    last: torch.Tensor | None,
+    initial_states: torch.Tensor,
+    initial_slots: torch.Tensor,
+    part_indptr: torch.Tensor,
+    parts: torch.Tensor,
+    chunk_transitions: torch.Tensor,
+    chunk_states: torch.Tensor,
+    piece_transitions: torch.Tensor | None = None,
+    piece_states: torch.Tensor | None = None,
+) -> None:
+    """See `sgl_kernel_lazy.torch_impl.link_states`; without device synchronization."""
+    check_state_inputs(
+        before, last, initial_states, initial_slots, part_indptr, parts, chunk_transitions, chunk_states,
+        piece_transitions, piece_states,
+    )  # fmt: skip
+    if not len(initial_slots):
+        return
+    _, num_heads, v, k = before.shape
+    strided = (before, last, initial_states, chunk_transitions, chunk_states, piece_transitions, piece_states)
+    strides = [stride for each in strided for stride in ((0, 0) if each is None else each.stride()[:2])]
+    _link_states_kernel[(num_heads, triton.cdiv(v, BLOCK_V), len(initial_slots))](
+        before, last, initial_states, initial_slots, part_indptr, parts,
+        chunk_transitions, chunk_states, piece_transitions, piece_states, *strides,
+        V=v, K=k, BLOCK_V=BLOCK_V, BLOCK_K=max(16, triton.next_power_of_2(k)), MATRIX=chunk_transitions.dim() == 4,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
