@@ -69,7 +69,7 @@ class Loop(Scheduler):
 
     def visible(self) -> list[Req]:
         """The queue as batch formation would see it now."""
-        return self.admission.visible_queue(self.running_batch.reqs)
+        return self.admission.candidates(self.running_batch.reqs)
 
     def fills(self) -> list[Req]:
         """The fills in progress."""

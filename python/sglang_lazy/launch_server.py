@@ -58,7 +58,7 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
     """`argv` with the flags that a --config file sets, including ours. Exits on --help."""
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_lazy.port.start import merge_config_file
+    from sglang_lazy.port.flag_checks import merge_config_file
 
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
     ServerArgs.add_cli_args(parser)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_lazy.policies import get_policy
-    from sglang_lazy.port.start import check_start
+    from sglang_lazy.port.flag_checks import check_start
 
     load_plugins()
     server_args = prepare_server_args(rest)

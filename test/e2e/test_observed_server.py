@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_lazy.scheduler import advice
+from sglang_lazy.scheduler import warnings
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import free_ports, wait_for
 
@@ -367,7 +367,7 @@ def test_events_of_chunks_that_leave(server, subscriber):
     assert len([event for event in events if isinstance(event, BlockStored)]) == 150 + 500 + 450
 
 
-# Warnings stand last: each comes once in ten minutes. That of pins: test/unit/test_advice.py
+# Warnings stand last: each comes once in ten minutes. That of pins: test/unit/test_warnings.py
 
 
 def warns(server, message):
@@ -376,15 +376,15 @@ def warns(server, message):
 
 def test_a_warning_of_a_word_that_changes_in_a_template(server):
     def chunk(number):
-        return ids("chunk", *range(10, 10 + advice.MIN_LEN), 100 + number)
+        return ids("chunk", *range(10, 10 + warnings.MIN_LEN), 100 + number)
 
-    for first in range(0, 2 * advice.MANY_ALIKE, 8):
+    for first in range(0, 2 * warnings.MANY_ALIKE, 8):
         server.ask(*map(chunk, range(first, first + 8)), QUESTION)
-    assert warns(server, f"{advice.MANY_ALIKE} chunks share their first ")
+    assert warns(server, f"{warnings.MANY_ALIKE} chunks share their first ")
 
 
 def test_a_warning_of_chunks_that_nobody_repeats(server):
     numbers = itertools.product(range(10, 60), repeat=3)
-    for _ in range(2 * advice.WINDOW // 250):
+    for _ in range(2 * warnings.WINDOW // 250):
         server.ask(*(ids("chunk", *tokens) for tokens in itertools.islice(numbers, 250)), QUESTION)
     assert warns(server, r"\d+ chunks were computed while prompts found \d cached")

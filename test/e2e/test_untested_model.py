@@ -1,4 +1,4 @@
-"""--lazy-untested-model: models that pass the start-up probe are served, with a warning; no others are."""
+"""--lazy-untested-model: models that pass the start-up check are served, with a warning; no others are."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_it_is_served_with_the_flag(unknown, tmp_path):
     assert all(chunk["hit"] for chunk in answer["meta_info"]["chunks"])
     tokens = answer["output_ids"]
     assert greedy(Oracle(unknown).logprobs(prompt, tokens[:-1])) == tokens
-    assert "IQuestCoderForCausalLM passed the start-up probe, but no test" in (tmp_path / "log").read_text()
+    assert "IQuestCoderForCausalLM passed the start-up check, but no test" in (tmp_path / "log").read_text()
 
 
 def test_the_flag_overrides_no_other_reason(path, tmp_path):

@@ -140,7 +140,7 @@ def test_an_aborted_request_gives_its_slots_back():
     blocking = loop.submit(DOCS[6], rid="running", max_new_tokens=8)
     loop.step()
     waiting = loop.submit(DOCS[1], rid="waiting")
-    loop.admission.visible_queue(loop.running_batch.reqs)
+    loop.admission.candidates(loop.running_batch.reqs)
     assert [*loop.store.pending] == [chunk.key for chunk in linked(waiting).prompt.chunks]
     loop.abort(waiting)
     loop.run()
@@ -288,7 +288,7 @@ def test_a_server_that_copies_chunks_is_not_idle():
     loop.run()
     demote(loop)
     req = loop.submit(DOCS[4])
-    loop.admission.visible_queue(loop.running_batch.reqs)
+    loop.admission.candidates(loop.running_batch.reqs)
     loop.abort(req)
     assert not loop.is_fully_idle()
     loop.run()

@@ -28,7 +28,7 @@ from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
-from sglang_lazy.core.rows import FillRow
+from sglang_lazy.core.row_order import FillRow
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.facts import pass_of
@@ -395,7 +395,7 @@ def test_windows_need_rows_in_order():
     """A window is cut by index, so a row out of order is ordinary only in layers that see all of it."""
     row = np.array([*range(20, 40), *range(20), *range(40, 50)], dtype=np.int32)
     _, batch, *_ = build([request(40, 10, positions=row)], seed=0)
-    batch.reqs[0].lazy.row.in_order = False
+    batch.reqs[0].lazy.row.keeps_order = False
     assert LinkedBatch.of(pass_of(batch)) is None and LinkedBatch.of(pass_of(batch), windows=True).linked == [0]
     batch.forward_mode = ForwardMode.DECODE
     assert LinkedBatch.of(pass_of(batch)) is None and LinkedBatch.of(pass_of(batch), windows=True) == LinkedBatch()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.prompt import Images, LinkedPrompt
-from sglang_lazy.core.rows import Row
+from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.segments import PromptLayout
 
 TEXT, CHUNK = False, True

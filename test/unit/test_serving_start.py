@@ -17,7 +17,7 @@ from sglang_lazy import launch_server
 from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
-from sglang_lazy.port import plugin, start
+from sglang_lazy.port import flag_checks, plugin
 from sglang_lazy.port.cpu import backends_for_cpu, replace_triton
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
@@ -93,18 +93,18 @@ def test_what_the_plugin_adds_to_the_flags():
 
 
 def test_all_reasons_are_reported_together(monkeypatch):
-    monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
+    monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: ["a flag"])
     args = SimpleNamespace(
         device="cpu", grammar_backend="llguidance", radix_cache_backend="lazy", resolve_once=lambda: None
     )
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
-        start.check_start(LazyConfig(kernels="cuda"), args)
-    start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
-    monkeypatch.setattr(start, "unfit_flags", lambda args: [])
-    start.check_start(LazyConfig(), args)
+        flag_checks.check_start(LazyConfig(kernels="cuda"), args)
+    flag_checks.check_start(LazyConfig(kernels="cuda", fallback=True), args)
+    monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
+    flag_checks.check_start(LazyConfig(), args)
     args.radix_cache_backend = None  # as they are if the plugin was not active when they were resolved
     with pytest.raises(ValueError, match="before sglang-lazy was active"):
-        start.check_start(LazyConfig(fallback=True), args)
+        flag_checks.check_start(LazyConfig(fallback=True), args)
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def no_start(monkeypatch):
         model_path="m",
         resolve_once=lambda: None,
     )
-    monkeypatch.setattr(start, "model_config_of", lambda args: SimpleNamespace(vocab_size=400))
+    monkeypatch.setattr(flag_checks, "model_config_of", lambda args: SimpleNamespace(vocab_size=400))
     monkeypatch.setattr(selftest, "of_engine", lambda engine: None)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
     monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
-    monkeypatch.setattr(start, "unfit_flags", lambda args: [])
+    monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
     return args
 
 

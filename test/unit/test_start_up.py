@@ -73,7 +73,7 @@ def test_an_untested_model_is_served_with_a_warning(fits, monkeypatch, caplog):
         fits.model_config.hf_config.architectures = ["NewForCausalLM"]
         del fits.req_to_token_pool.segment_table
         start(fits, monkeypatch, untested_model=True)
-    assert "NewForCausalLM passed the start-up probe, but no test" in caplog.text
+    assert "NewForCausalLM passed the start-up check, but no test" in caplog.text
 
 
 def fail(*_):

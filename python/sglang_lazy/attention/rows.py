@@ -133,7 +133,7 @@ class LinkedBatch(NamedTuple):
         states, prefix_lens, extend_lens = current
         linked = [state for state in states if isinstance(state, LinkedRequest)]
         if prefix_lens is None or extend_lens is None:
-            ours = any(state.segments or windows and not state.row.in_order for state in linked)
+            ours = any(state.segments or windows and not state.row.keeps_order for state in linked)
             return cls() if ours or max_rows == 0 else None
         cut = any(isinstance(state, Fill) and not state.row.is_sequence for state in states)
         if not cut and max_rows and all(state.recomputes for state in linked):

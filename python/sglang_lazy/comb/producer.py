@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_lazy.cache.node import Node
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice

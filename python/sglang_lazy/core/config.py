@@ -50,7 +50,7 @@ class LazyConfig:
     kernels: implementation of attention over cached chunks.
     max_chunks: maximum number of chunks in a prompt.
     fallback: if chunk reuse does not support the model or the flags, serve without it instead of refusing to start.
-    untested_model: serve an architecture that no test covers, if it passes the start-up probe.
+    untested_model: serve an architecture that no test covers, if it passes the start-up check.
     default_link: policy of requests that name none.
     preamble: text after which policies with `base` compute chunks; it is never part of a prompt.
     chunk_separator: text between the two of a pair of these separators is a chunk; empty for no separator.
@@ -188,7 +188,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lazy-untested-model",
         action="store_true",
-        help="Reuse chunks with a model architecture that no test covers, if it passes the start-up probe.",
+        help="Reuse chunks with a model architecture that no test covers, if it passes the start-up check.",
     )
     group.add_argument(
         "--lazy-default-link",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.rows import FillRow
+from sglang_lazy.core.row_order import FillRow
 
 
 class FillPart(NamedTuple):

@@ -17,7 +17,7 @@ from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.policy import Measure, Policy
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt, Ranges
-from sglang_lazy.core.rows import Row
+from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.segments import PromptLayout
 
 

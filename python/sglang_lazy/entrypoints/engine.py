@@ -9,9 +9,9 @@ from sglang.srt.plugins import load_plugins
 from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.port import plugin
+from sglang_lazy.port.flag_checks import check_start
 from sglang_lazy.port.serving import selftest
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import with_tokens
 from sglang_lazy.serving.prompts import refuse_without_segments
 from sglang_lazy.serving.text import segments_in

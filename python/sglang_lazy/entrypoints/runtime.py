@@ -8,7 +8,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.port import plugin
-from sglang_lazy.port.start import check_start
+from sglang_lazy.port.flag_checks import check_start
 
 
 class Runtime(runtime_endpoint.Runtime):

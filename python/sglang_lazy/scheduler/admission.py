@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.pins import Pins
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import (
@@ -30,14 +30,14 @@ from sglang_lazy.core.state import (
     linked,
     stand_in,
 )
-from sglang_lazy.scheduler.advice import Advice
 from sglang_lazy.scheduler.ahead import Ahead
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.budget import Budget
+from sglang_lazy.scheduler.candidates import Candidates, Nodes
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.producer import Producer
-from sglang_lazy.scheduler.visible import Nodes, VisibleQueue
+from sglang_lazy.scheduler.warnings import Warnings
 
 
 class ChunkAdmission:
@@ -69,7 +69,7 @@ class ChunkAdmission:
         self.budget = Budget(facts, rows, producer, max_growth)
         self.pins = Pins(self.store, max_pinned)
         self.control = ChunkControl(rows, self.pins)
-        self.advice = Advice(self.store.counts)
+        self.warnings = Warnings(self.store.counts)
         self.ahead = Ahead()
         self.holders: list[Any] = []
         self.linked_waiting = False
@@ -90,10 +90,10 @@ class ChunkAdmission:
 
     def show(self, waiting_queue: list[Any], running: Sequence[Any]) -> None:
         """Reduce the scheduler's sorted queue to what batch formation may see."""
-        visible = self.visible_queue(running)
-        if visible is not waiting_queue:
-            self.shown, self._waiting = visible, waiting_queue.copy()
-            waiting_queue[:] = visible
+        candidates = self.candidates(running)
+        if candidates is not waiting_queue:
+            self.shown, self._waiting = candidates, waiting_queue.copy()
+            waiting_queue[:] = candidates
 
     def put_back(self) -> None:
         """Restore the scheduler's queue, of which only the shown part was there: it lacks what the batch has taken, and
@@ -111,7 +111,7 @@ class ChunkAdmission:
         """How many requests of users wait, also while only part of them is in the scheduler's queue."""
         return len(self.facts.waiting if self.shown is None else self._waiting)
 
-    def visible_queue(self, running: Sequence[Any]) -> list[Any]:
+    def candidates(self, running: Sequence[Any]) -> list[Any]:
         """The waiting queue as batch formation may see it; admits parents while memory lasts."""
         self.reconcile()
         waiting, chunked = self.facts.waiting, self.facts.chunked
@@ -119,19 +119,19 @@ class ChunkAdmission:
         if not self.linked_waiting and lazy_state(chunked) is None:
             return waiting
         alone = not running and chunked is None and not self.holders
-        visible = VisibleQueue(self.store, self.budget, running, alone, self.cached, self._admit, self._blocked)
+        candidates = Candidates(self.store, self.budget, running, alone, self.cached, self._admit, self._blocked)
 
         def serving() -> bool:
             others = [*running, *([] if chunked is None else [chunked])]
-            return bool(visible.requests) or not all(map(is_ahead, others))
+            return bool(candidates.requests) or not all(map(is_ahead, others))
 
         for req in self.ahead.behind(waiting, serving) if self.ahead.waiting else waiting:
-            if not visible.add(req):
+            if not candidates.add(req):
                 break
-        return visible.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
+        return candidates.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
 
     def _blocked(self, req: Any, num_short: float) -> None:
-        self.advice.blocked(self.facts.rid(req), num_short, self.pins.num_tokens.total())
+        self.warnings.blocked(self.facts.rid(req), num_short, self.pins.num_tokens.total())
 
     def cached(self, state: LinkedRequest) -> Nodes:
         """Per slice of a parent, the node where it is cached, None if it is missing or pending."""
@@ -183,7 +183,7 @@ class ChunkAdmission:
         for work, ends in self.producer.publish(taken, self.facts.slots(batch), self.rows):
             published |= ends
             parents.update(dict.fromkeys(work.parents))
-            self.advice.computed(work)
+            self.warnings.computed(work)
         self.internal.update(one.req for one in taken if is_internal(one.req))
         rows = [one.req for one in taken if linked(one.req) is not None]
         for req in rows:

@@ -15,9 +15,9 @@ from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import ChunkLimit, PromptLayout
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
 from sglang_lazy.policies import policy_elsewhere
+from sglang_lazy.scheduler.arriving_images import images_of
 from sglang_lazy.scheduler.choices import Choices
 from sglang_lazy.scheduler.facts import Facts
-from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.scheduler.producer import NewRequest
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_lazy.cache.node import Node
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.producer import Producer

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from sglang_lazy.cache.node import Node
-from sglang_lazy.chunks import fills
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks import fill_rows
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
@@ -113,7 +113,7 @@ class FillProducer:
         for req, start, end, whole in taken:
             fill = fill_of(req)
             if fill is not None and whole:
-                published = fills.publish(rows, req, fill, slots[start:end])
+                published = fill_rows.publish(rows, req, fill, slots[start:end])
                 self.forget(req)
                 yield fill, published
 

@@ -36,13 +36,13 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
-from sglang_lazy.chunks import fills
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks import fill_rows
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.room import Room
 from sglang_lazy.port.cache.tiers import HostMemories, Tiers
-from sglang_lazy.port.model.images import order_images
+from sglang_lazy.port.model.image_rows import order_images
 
 
 class CompositeCache:
@@ -145,7 +145,7 @@ class CompositeCache:
             if state.prompt.images is not None:
                 order_images(req.multimodal_inputs, state.prompt.images, state.row)
         elif (fill := fill_of(req)) is not None:
-            slots, nodes = fills.match(self.rows, req, fill)
+            slots, nodes = fill_rows.match(self.rows, req, fill)
         else:
             return self.plain.match_prefix(params)
         nodes.slots = slots
@@ -183,7 +183,7 @@ class CompositeCache:
             if state.probe is not None:
                 self.admission.end(req, done=checkpointed)
         elif (fill := fill_of(req)) is not None:
-            fills.end(self.rows, req, fill)
+            fill_rows.end(self.rows, req, fill)
             self.admission.end(req, done=fill.published)
         else:
             self.plain.on_release(req, checkpointed=checkpointed)

@@ -14,7 +14,7 @@ from sglang_lazy.attention.table import table_of
 from sglang_lazy.cache.node import ORDERS
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.block_events import BlockEvents

@@ -68,7 +68,7 @@ TESTED = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Models tested against the oracle. With --lazy-untested-model, the start-up probe decides about others."""
+"""Models tested against the oracle. With --lazy-untested-model, the start-up check decides about others."""
 
 
 class Unfit(ValueError):
@@ -173,7 +173,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if architecture(runner) not in TESTED and not untested:
         reasons.append(
             f"architecture {architecture(runner)}: not among those tested, which are {', '.join(sorted(TESTED))} "
-            "(--lazy-untested-model serves it if it passes the start-up probe)"
+            "(--lazy-untested-model serves it if it passes the start-up check)"
         )
     if (num_layers := len(list(attention_layers(runner.model)))) != config.num_hidden_layers:
         reasons.append(f"attention in {num_layers} of {config.num_hidden_layers} layers: chunks hold no other state")

@@ -26,9 +26,9 @@ from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
-from sglang_lazy.port.model.images import place_rows
+from sglang_lazy.port.model.image_rows import place_rows
+from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
-from sglang_lazy.port.model.probe import check_layers
 from sglang_lazy.port.model.probing import probing
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
         raise Unfit([str(error)]) from error
     if architecture(runner) not in TESTED:
         logger.warning(
-            "%s passed the start-up probe, but no test of sglang-lazy has served it: compare its answers with those "
+            "%s passed the start-up check, but no test of sglang-lazy has served it: compare its answers with those "
             "under link full (python -m sglang_lazy.verify)",
             architecture(runner),
         )

@@ -52,7 +52,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         if (tiers := scheduler.tree_cache.tiers) is not None:
             tiers.transfers.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.control.dp_rank = dp_rank()
-        scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
+        scheduler.tree_cache.admission.warnings.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
 

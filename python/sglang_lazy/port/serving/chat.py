@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
+from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.limits import taking_chunks
 from sglang_lazy.port.serving.malformed import reading
-from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.prompts import Prompts
@@ -97,8 +97,8 @@ def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
 
 def _with_tokenizer(serving: Any, tokenizer: Any) -> Any:
     manager, view = serving.tokenizer_manager, copy.copy(serving)
-    model_config = View(manager.model_config, is_multimodal=False)
-    view.tokenizer_manager = View(manager, tokenizer=tokenizer, model_config=model_config)
+    model_config = Overlay(manager.model_config, is_multimodal=False)
+    view.tokenizer_manager = Overlay(manager, tokenizer=tokenizer, model_config=model_config)
     return view
 
 

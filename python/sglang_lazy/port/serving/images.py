@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
+from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.requests import plan_of
-from sglang_lazy.port.view import View
 from sglang_lazy.serving.images import expand, image_ranges
 from sglang_lazy.serving.tokenization import TokenizedPrompt
 
@@ -61,7 +61,7 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
             mrope_position_delta=delta,
         )
 
-    return View(manager, mm_processor=View(processor, process_mm_data_async=process))
+    return Overlay(manager, mm_processor=Overlay(processor, process_mm_data_async=process))
 
 
 def _is_known(processor: Any) -> bool:

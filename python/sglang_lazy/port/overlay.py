@@ -3,7 +3,7 @@
 from typing import Any
 
 
-class View:
+class Overlay:
     """`target` with the given attributes replaced."""
 
     def __init__(self, target: Any, **replaced: Any):

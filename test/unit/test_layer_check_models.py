@@ -1,4 +1,4 @@
-"""The start-up probe on SGLang's own attention layers, of models that no CPU can serve."""
+"""The start-up check on SGLang's own attention layers, of models that no CPU can serve."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from sglang.srt.models import bailing_moe, gemma3_causal, hunyuan, minimax_m2
 from torch.nn.functional import rms_norm
 
 from oracle.models import MODELS
+from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
-from sglang_lazy.port.model.probe import check_layers
 
 HIDDEN = 128
 

@@ -62,7 +62,7 @@ class Row:
         return in_order
 
     @functools.cached_property
-    def in_order(self) -> bool:
+    def keeps_order(self) -> bool:
         """Whether each token has the same index in the row as in the prompt."""
         return bool((self.positions == np.arange(len(self.positions))).all())
 

@@ -16,7 +16,7 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import tokens_at
 from sglang_lazy.core.requests import Requests
-from sglang_lazy.core.rows import Row
+from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked, unused_hits
 
 

@@ -9,7 +9,7 @@ import torch
 from sglang_lazy.attention.rows import AttentionRow
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.prompt import Images
-from sglang_lazy.core.rows import Row
+from sglang_lazy.core.row_order import Row
 
 
 def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> None:

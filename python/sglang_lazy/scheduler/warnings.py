@@ -27,7 +27,7 @@ PATIENCE = 5
 """How many seconds pins may keep a prompt waiting without a warning."""
 
 
-class Advice:
+class Warnings:
     """Watches the traffic of one scheduler, at the cost of a few operations for each computed chunk.
 
     speaks: whether to log; false on all but one tensor-parallel rank.

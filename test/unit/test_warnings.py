@@ -13,8 +13,8 @@ from test_pins import pin
 
 from fakes.loop import A, B, Loop
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.scheduler import advice
-from sglang_lazy.scheduler.advice import MANY_ALIKE, PATIENCE, PERIOD, WINDOW, Advice
+from sglang_lazy.scheduler import warnings
+from sglang_lazy.scheduler.warnings import MANY_ALIKE, PATIENCE, PERIOD, WINDOW, Warnings
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -34,8 +34,8 @@ class Watched(Loop):
     def __init__(self, caplog, pool_size=4000, **options):
         super().__init__(pool_size, chunked_prefill_size=1024, context_len=4096, **options)
         caplog.set_level(logging.WARNING, "sglang_lazy")  # SGLang's engines set the level of all
-        self.clock_of_advice, self.log_of_all = Clock(), caplog
-        self.admission.advice = Advice(self.store.counts, self.clock_of_advice)
+        self.clock_of_warnings, self.log_of_all = Clock(), caplog
+        self.admission.warnings = Warnings(self.store.counts, self.clock_of_warnings)
 
     def ask(self, *chunks, **options):
         self.submit([*((CHUNK, tokens) for tokens in chunks), QUESTION], "r", max_new_tokens=1, **options)
@@ -43,7 +43,7 @@ class Watched(Loop):
 
     @property
     def warnings(self):
-        records = [record for record in self.log_of_all.records if record.name.endswith("advice")]
+        records = [record for record in self.log_of_all.records if record.name.endswith("scheduler.warnings")]
         assert all(record.levelno == logging.WARNING for record in records)
         return [record.getMessage() for record in records]
 
@@ -72,7 +72,7 @@ def test_chunks_that_never_recur(caplog, dice):
     serve(loop, (next(fresh) for _ in range(WINDOW)))
     (warning,) = loop.warnings
     assert f"{WINDOW} chunks were computed while prompts found 0 cached" in warning
-    loop.clock_of_advice.now = PERIOD
+    loop.clock_of_warnings.now = PERIOD
     serve(loop, (next(fresh) for _ in range(WINDOW)))
     assert len(loop.warnings) == 2, "repeated, but at most once per period"
 
@@ -140,10 +140,10 @@ def crowded(caplog):
 def test_pins_that_block_a_prompt(crowded):
     crowded.submit([(CHUNK, (1, 1, 1, 1)), QUESTION], "waits", max_new_tokens=1)
     crowded.step()
-    crowded.clock_of_advice.now = PATIENCE - 0.1
+    crowded.clock_of_warnings.now = PATIENCE - 0.1
     crowded.step()
     assert not crowded.warnings
-    crowded.clock_of_advice.now = PATIENCE
+    crowded.clock_of_warnings.now = PATIENCE
     for _ in range(2):
         crowded.step()
         assert [req.rid for req in crowded.waiting_queue] == ["waits"]
@@ -158,7 +158,7 @@ def test_no_warning_for_a_prompt_that_pins_do_not_block(crowded, length):
     crowded.submit([(CHUNK, (1,) * length), QUESTION], "waits", max_new_tokens=1)
     for _ in range(6):
         crowded.step()
-        crowded.clock_of_advice.now += PATIENCE if length == 20 else PATIENCE / 10
+        crowded.clock_of_warnings.now += PATIENCE if length == 20 else PATIENCE / 10
     assert [req.rid for req in crowded.waiting_queue] == ["waits"]
     crowded.run()
     assert not crowded.warnings
@@ -169,7 +169,7 @@ def test_no_warning_for_prompts_that_wait_in_turn(crowded):
     for i in range(6):
         req = crowded.submit([(CHUNK, (1, 1, 1, i)), QUESTION], f"waits-{i}", max_new_tokens=1)
         crowded.step()
-        crowded.clock_of_advice.now += PATIENCE - 1
+        crowded.clock_of_warnings.now += PATIENCE - 1
         crowded.step()
         crowded.abort(req)
     crowded.run()
@@ -179,8 +179,8 @@ def test_no_warning_for_prompts_that_wait_in_turn(crowded):
 def test_the_page_quotes_the_warnings():
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8").partition("## Warnings")[2]
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", page)]
-    assert numbers == [PERIOD // 60, WINDOW, advice.FEW_HITS, MANY_ALIKE, WINDOW, PATIENCE, advice.MIN_LEN]
-    source = re.sub(r'"\n\s*"', "", inspect.getsource(advice))
+    assert numbers == [PERIOD // 60, WINDOW, warnings.FEW_HITS, MANY_ALIKE, WINDOW, PATIENCE, warnings.MIN_LEN]
+    source = re.sub(r'"\n\s*"', "", inspect.getsource(warnings))
     messages = re.findall(r"^\| `(.*?)`", page, re.M)
     assert len(messages) == 3
     for message in messages:

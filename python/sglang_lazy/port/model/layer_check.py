@@ -105,7 +105,7 @@ def check_layers(
         try:
             places, seen, sinks = run_layer(module, layers[layer_id], hidden_size, dtype, rotations.get(layer_id))
         except Exception as error:
-            raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
+            raise ValueError(f"{name} cannot be checked: {error or repr(error)}") from error
         rope = layers[layer_id].rope
         if misfit := first_misfit(rope, places, seen):
             if rope not in still:

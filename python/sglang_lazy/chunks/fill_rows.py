@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from sglang_lazy.cache.node import Node
-from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.rows import FillRow
+from sglang_lazy.core.row_order import FillRow
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
 

@@ -1,12 +1,12 @@
-"""The start-up probe tells models that leave rotated queries and keys as they are from those that change them."""
+"""The start-up check tells models that leave rotated queries and keys as they are from those that change them."""
 
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
+from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
-from sglang_lazy.port.model.probe import check_layers
 from sglang_lazy.port.model.rope import layer_rope
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -150,7 +150,7 @@ def test_layers_with_sinks_and_windows():
 
 def test_a_layer_that_cannot_be_run():
     """Instead of the layer's own error, the server reports what it cannot serve."""
-    with pytest.raises(ValueError, match="Attention of layer 0 cannot be probed: no such kernel"):
+    with pytest.raises(ValueError, match="Attention of layer 0 cannot be checked: no such kernel"):
         check(lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
 
 

@@ -1,4 +1,4 @@
-"""What one batch may see of the waiting queue."""
+"""Which waiting requests one batch may take."""
 
 import itertools
 import time
@@ -14,7 +14,7 @@ Nodes = list[Node | None]
 """Per slice of a prompt, the node where it is cached; None if it is missing or pending."""
 
 
-class VisibleQueue:
+class Candidates:
     """The waiting requests that one batch may take, in order, with each parent's fills before it. A request whose
     policy chooses by a probe is represented by the probe, and left out while that runs.
 
