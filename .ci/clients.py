@@ -1,6 +1,7 @@
-"""Run the programs of examples/frameworks against a tiny server: what they send in another order must be reused.
+"""Run the pipelines of examples/frameworks against a tiny server: what they send in another order must be reused, and
+five retrieved documents must be five chunks.
 
-Likewise examples/agent_skills.py, whose prompts must reuse by chunks and by prefixes what its docstring says.
+Likewise the agents among the examples, which must reuse by chunks and by prefixes what their docstrings say.
 
 usage: clients.py PYTHON, the interpreter of the environment that examples/frameworks/requirements.txt describes
 """
@@ -12,41 +13,55 @@ import sys
 from pathlib import Path
 
 import requests
-from transformers import AutoTokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FRAMEWORKS = EXAMPLES / "frameworks"
-sys.path[:0] = [str(EXAMPLES), str(FRAMEWORKS)]
+sys.path[:0] = [str(EXAMPLES)]
 
-# Behind the line that makes them importable.
-from documents import DOCUMENTS  # noqa: E402
-from tiny_model import tiny_model, tiny_server  # noqa: E402
+# Behind the line that makes it importable.
+from tiny_model import tiny_server  # noqa: E402
+
+LEAST = 90
+"""Percent of the tokens to be reused in the second order: all but instructions, templates and questions."""
 
 
 def output_of(*command: str | Path) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
 
 
+def check_pipeline(python: str, program: Path, url: str) -> None:
+    """Exits with a message unless the pipeline's documents are chunks and are reused."""
+    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+    output_of(python, program, "--url", url, "--questions", "1")
+    num_chunks = requests.get(f"{url}/chunks", timeout=60).json()["total"]
+    if num_chunks != 5:
+        sys.exit(f"{program.name}: five documents became {num_chunks} chunks")
+    output = output_of(python, program, "--url", url, "--questions", "4")
+    shares = re.findall(r"^(best \w+: .* (\d+)%)$", output, re.MULTILINE)
+    print(f"{program.name}:", "; ".join(line for line, _ in shares), flush=True)
+    _, (_, second) = shares
+    if int(second) < LEAST:
+        sys.exit(f"{program.name}: its documents were not all reused")
+
+
+def check_agent(program: Path, url: str) -> None:
+    """Exits with a message unless the program prints the shares that its docstring states."""
+    output = output_of(sys.executable, program, "--url", url)
+    print(output, flush=True)
+    shares = sorted(re.findall(r"\d+%", output))
+    says = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8")))
+    if shares != sorted(re.findall(r"\d+%", says)):
+        sys.exit(f"{program.name}: {', '.join(shares)} of the tokens are reused, not what it says")
+
+
 def main() -> None:
     (python,) = sys.argv[1:]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
-    tokens = sum(len(tokenizer.encode(document, add_special_tokens=False)) for document in DOCUMENTS)
-    programs = sorted(path for path in FRAMEWORKS.glob("*.py") if path.name != "documents.py")
-    with tiny_server("--enable-cache-report") as url:
-        for program in programs:
-            requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-            first, second = map(int, re.findall(r"cached tokens: (\d+)", output_of(python, program, "--url", url)))
-            print(f"{program.name}: {first} tokens reused of the first order, {second} of the second")
-            # Tokens at a chunk's ends may differ from those of the document alone.
-            if second - first < 0.95 * tokens:
-                sys.exit(f"{program.name}: the documents have {tokens} tokens, and they were not all reused")
-        agents = EXAMPLES / "agent_skills.py"
-        output = output_of(sys.executable, agents, "--url", url)
-        print(output)
-        shares = sorted(re.findall(r"\d+%", output))
-        says = ast.get_docstring(ast.parse(agents.read_text(encoding="utf-8")))
-        if shares != sorted(re.findall(r"\d+%", says)):
-            sys.exit(f"agent_skills.py: {' and '.join(shares)} of the tokens are reused, not what it says")
+    with tiny_server("--enable-cache-report", "--enable-metrics") as url:
+        for program in sorted(FRAMEWORKS.glob("*.py")):
+            if program.name != "corpus.py":
+                check_pipeline(python, program, url)
+        for program in sorted(EXAMPLES.glob("agent_*.py")):
+            check_agent(program, url)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,36 @@
 """Anthropic's client: documents as its blocks of type search_result, which become chunks."""
 
-import anthropic
-from documents import QUESTION, orders, server_url
+from collections.abc import Callable
 
-client = anthropic.Anthropic(base_url=server_url(__doc__), api_key="none")
-for order in orders():
-    results = [
-        {
-            "type": "search_result",
-            "source": "https://example.org",
-            "title": "Sights",
-            "content": [{"type": "text", "text": document}],
-        }
-        for document in order
-    ]
-    message = client.messages.create(
-        model="default",
-        system="Answer from the documents.",
-        messages=[{"role": "user", "content": [*results, {"type": "text", "text": QUESTION}]}],
-        max_tokens=16,
-        extra_body={"link": "block"},
-    )
-    print(repr(message.content[0].text))
-    print("cached tokens:", message.usage.cache_read_input_tokens or 0)
+import anthropic
+from corpus import compare, search
+
+
+def search_result(document: dict[str, str]) -> dict:
+    return {
+        "type": "search_result",
+        "source": "https://en.wikipedia.org",
+        "title": document["title"],
+        "content": [{"type": "text", "text": document["text"]}],
+    }
+
+
+def pipeline(url: str) -> Callable[[str, bool], str]:
+    client = anthropic.Anthropic(base_url=url, api_key="none")
+
+    def answer(question: str, best_last: bool) -> str:
+        results = list(map(search_result, search(question)))[:: -1 if best_last else 1]
+        message = client.messages.create(
+            model="default",
+            system="Answer from the documents.",
+            messages=[{"role": "user", "content": [*results, {"type": "text", "text": question}]}],
+            max_tokens=16,
+            extra_body={"link": "block"},
+        )
+        return message.content[0].text
+
+    return answer
+
+
+if __name__ == "__main__":
+    compare(__doc__, pipeline)
