@@ -19,18 +19,34 @@ plugin.load()
 
 
 PROG = "python -m sglang_lazy.launch_server"
-_USAGE = "%(prog)s [flags]; --help lists them"
+_USAGE = "%(prog)s [flags]; --help lists ours, --help-all SGLang's as well"
+
+
+class _FirstSentences(argparse.HelpFormatter):
+    """Of each flag's help, the first sentence, so that --help is one screen."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=42, width=120)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return super()._expand_help(action).partition(". ")[0]
 
 
 def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[str]]:
-    """Our configuration, and the remaining flags, for SGLang. Exits if one of ours is invalid, and on --help.
+    """Our configuration, and the remaining flags, for SGLang. Exits if one of ours is invalid, and on --help and
+    --help-all.
 
     prog: the command that errors name.
     """
-    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=_USAGE)
+    parser = argparse.ArgumentParser(
+        prog=prog, add_help=False, allow_abbrev=False, usage=_USAGE, formatter_class=_FirstSentences
+    )
     add_cli_args(parser)
     args, rest = _ours(parser, argv)
-    if {"-h", "--help", "--config"}.intersection(argv):  # imports SGLang, so only now
+    if {"-h", "--help"}.intersection(argv):
+        parser.print_help()
+        parser.exit()
+    if {"--help-all", "--config"}.intersection(argv):  # imports SGLang, so only now
         args, rest = _ours(parser, _expand(argv))
     try:
         config = from_cli_args(args)
@@ -55,7 +71,7 @@ def _ours(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:
-    """`argv` with the flags that a --config file sets, including ours. Exits on --help."""
+    """`argv` with the flags that a --config file sets, including ours. Exits on --help-all."""
     from sglang.srt.server_args import ServerArgs
 
     from sglang_lazy.port.flag_checks import merge_config_file
@@ -65,8 +81,9 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
     add_cli_args(parser)
     if "--config" in argv:
         argv = merge_config_file(parser, argv)
-    if {"-h", "--help"}.intersection(argv):
-        parser.parse_args(["--help"])
+    if "--help-all" in argv:
+        parser.print_help()
+        parser.exit()
     return argv
 
 

@@ -63,13 +63,15 @@ def test_processes_that_an_engine_kills_leave_no_trace():
 # The command
 
 
-def test_help_shows_both_kinds_of_flags(capsys):
+def test_help_is_ours_on_one_screen_and_help_all_has_both_kinds_of_flags(capsys):
     """In this process, which has imported SGLang already."""
-    with pytest.raises(SystemExit) as ended:
-        launch_server.main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--lazy-max-chunks" in shown and "--model-path" in shown
+    for flag, sglangs in (("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit) as ended:
+            launch_server.main([flag])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert "--lazy-max-chunks" in shown and ("--tp-size" in shown) == sglangs
+        assert (len(shown.splitlines()) < 40) != sglangs
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -153,17 +154,26 @@ def plain_rope():
     return RotaryEmbedding(32, 32, 128, 10000, True, torch.float32)
 
 
+OF_CONFIGS = ("is_", "model_is", "attention_", "hf_text")
+
+
 def runner(*layers, architecture="LlamaForCausalLM", **changes):
     """A model runner, reduced to what `unfit_model` reads."""
     config = {
         "hf_config": SimpleNamespace(architectures=[architecture]),
+        "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
+        "attention_arch": AttentionArch.MHA,
         "is_encoder_decoder": False,
         "model_is_mrope": False,
         "attention_chunk_size": None,
         "is_multimodal": False,
         "is_generation": True,
         "num_hidden_layers": len(layers),
-        **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is", "attention_"))},
+        **{
+            name: changes.pop(name)
+            for name in list(changes)
+            if name.startswith(("is_", "model_is", "attention_", "hf_text"))
+        },
     }
     attention = [layer.attn for layer in layers if isinstance(layer, Layer)]
     shapes = {attn.layer_id: (attn.tp_k_head_num, attn.qk_head_dim) for attn in attention}
@@ -171,7 +181,6 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
         "model_config": SimpleNamespace(**config),
         "server_args": backends("triton"),
         "token_to_kv_pool": SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(1, *shapes[layer_id])),
-        "use_mla_backend": False,
         "kv_cache_dtype": torch.bfloat16,
         "kv_cache_dtype_str": "auto",
         "dtype": torch.bfloat16,
@@ -196,7 +205,8 @@ def test_a_plain_model_fits():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_mla_backend": True}, "rotary part of keys"),
+        ({"attention_arch": AttentionArch.MLA}, "rotary part of keys"),
+        ({"hf_text_config": SimpleNamespace(layer_types=["linear_attention", "full_attention"])}, "linear_attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"attention_chunk_size": 8192}, "attention within blocks"),
         ({"is_generation": False}, "embedding"),

@@ -94,13 +94,18 @@ def test_what_the_plugin_adds_to_the_flags():
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: ["a flag"])
+    monkeypatch.setattr(flag_checks, "model_config_of", lambda args: None)
+    monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: ["a model"])
     args = SimpleNamespace(
         device="cpu", grammar_backend="llguidance", radix_cache_backend="lazy", resolve_once=lambda: None
     )
-    with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
+    with pytest.raises(Unfit, match="a flag\n.*a model\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         flag_checks.check_start(LazyConfig(kernels="cuda"), args)
     flag_checks.check_start(LazyConfig(kernels="cuda", fallback=True), args)
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
+    with pytest.raises(Unfit, match="a model"):
+        flag_checks.check_start(LazyConfig(), args)
+    monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: [])
     flag_checks.check_start(LazyConfig(), args)
     args.radix_cache_backend = None  # as they are if the plugin was not active when they were resolved
     with pytest.raises(ValueError, match="before sglang-lazy was active"):
@@ -127,6 +132,7 @@ def no_start(monkeypatch):
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
     monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
+    monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: [])
     return args
 
 

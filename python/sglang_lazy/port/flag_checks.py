@@ -13,7 +13,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import Unfit, unfit_flags
+from sglang_lazy.port.model.compat import Unfit, unfit_config, unfit_flags
 from sglang_lazy.port.serving.scopes import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
 
@@ -24,7 +24,8 @@ def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> l
 
 
 def check_start(config: LazyConfig, args: ServerArgs) -> None:
-    """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback.
+    """Raise Unfit if SGLang's flags, the model's configuration or this machine do not allow chunk reuse, unless
+    `config` has the fallback.
 
     Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy.
     """
@@ -36,7 +37,10 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
     check_keys(config, flags_of(args))
     if reason := _unfit_default(config, args):
         raise ValueError(reason)
-    if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):
+    if config.fallback:
+        return
+    model = unfit_config(model_config_of(args), untested=config.untested_model)
+    if reasons := unfit_flags(args) + model + _unfit_kernels(config, args):
         raise Unfit(reasons)
 
 

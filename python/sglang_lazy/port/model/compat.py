@@ -7,6 +7,7 @@ KV of every token has a slot that kernels can read, and if a row of `req_to_toke
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -147,9 +148,34 @@ def _unfit_tiers(flags: Any) -> dict[str, bool]:
     return {reason: flags.enable_hierarchical_cache and applies for reason, applies in wanted.items()}
 
 
-def architecture(runner: Any) -> str:
-    """The architecture of a `ModelRunner`'s model."""
-    return (runner.model_config.hf_config.architectures or ["unknown"])[0]
+def architecture(config: ModelConfig) -> str:
+    """The architecture of a model."""
+    return (config.hf_config.architectures or ["unknown"])[0]
+
+
+def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
+    """Reasons in a model's configuration, which is known before its weights are.
+
+    untested: whether architectures outside TESTED are allowed.
+    """
+    if config.attention_arch == AttentionArch.MLA:
+        return ["MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
+    kinds = set(getattr(config.hf_text_config, "layer_types", None) or ())
+    if recurrent := sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention"):
+        return [f"layers of type {', '.join(recurrent)}: chunks hold no recurrent state"]
+    reasons = []
+    if config.is_encoder_decoder:
+        reasons.append("encoder-decoder: cross attention has no chunks")
+    if config.attention_chunk_size is not None:
+        reasons.append("attention within blocks of positions: block boundaries would depend on a chunk's position")
+    if not config.is_generation:
+        reasons.append("embedding or reward model: nothing is generated")
+    if (name := architecture(config)) not in TESTED and not untested:
+        reasons.append(
+            f"architecture {name}: not among those tested, which are {', '.join(sorted(TESTED))} "
+            "(--lazy-untested-model serves it if it passes the start-up check)"
+        )
+    return reasons
 
 
 def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
@@ -162,19 +188,9 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
         known = ", ".join(ATTENTION_BACKENDS)
         reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")
-    if runner.use_mla_backend:
-        return [*reasons, "MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
-    if config.is_encoder_decoder:
-        reasons.append("encoder-decoder: cross attention has no chunks")
-    if config.attention_chunk_size is not None:
-        reasons.append("attention within blocks of positions: block boundaries would depend on a chunk's position")
-    if not config.is_generation:
-        reasons.append("embedding or reward model: nothing is generated")
-    if architecture(runner) not in TESTED and not untested:
-        reasons.append(
-            f"architecture {architecture(runner)}: not among those tested, which are {', '.join(sorted(TESTED))} "
-            "(--lazy-untested-model serves it if it passes the start-up check)"
-        )
+    reasons += unfit_config(config, untested=untested)
+    if config.attention_arch == AttentionArch.MLA:
+        return reasons  # what follows reads keys and values by heads
     if (num_layers := len(list(attention_layers(runner.model)))) != config.num_hidden_layers:
         reasons.append(f"attention in {num_layers} of {config.num_hidden_layers} layers: chunks hold no other state")
     # Blocks of mxfp8 have their own scales.

@@ -89,11 +89,11 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
         layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
     except ValueError as error:
         raise Unfit([str(error)]) from error
-    if architecture(runner) not in TESTED:
+    if architecture(runner.model_config) not in TESTED:
         logger.warning(
             "%s passed the start-up check, but no test of sglang-lazy has served it: compare its answers with those "
             "under link full (python -m sglang_lazy.verify)",
-            architecture(runner),
+            architecture(runner.model_config),
         )
     layers = choose_kernels(config, runner, layers)
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}

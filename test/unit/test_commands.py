@@ -1,0 +1,76 @@
+"""The command `sglang-lazy`: what it becomes, and what its doctor says of machines, flags and models."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sglang_lazy import __main__ as command
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_a_command_becomes_its_module(monkeypatch, name):
+    became = []
+    monkeypatch.setattr(command.os, "execv", lambda path, argv: became.append((path, argv)))
+    command.main([name, "--flag", "value"])
+    ((path, argv),) = became
+    assert path == argv[0] == sys.executable and argv[1] == "-m" and argv[3:] == ["--flag", "value"]
+    assert importlib.util.find_spec(argv[2]) is not None
+
+
+@pytest.mark.parametrize("argv, status", [([], 2), (["srve"], 2), (["--help"], None)])
+def test_what_is_no_command_lists_the_commands(capsys, argv, status):
+    try:
+        command.main(argv)
+    except SystemExit as ended:
+        assert ended.code == status
+    else:
+        assert status is None
+    shown = capsys.readouterr()
+    assert all(name in shown.out + shown.err for name in command.COMMANDS)
+    assert ("there is no command 'srve'" in shown.err) == (argv == ["srve"])
+
+
+def doctor(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_lazy.doctor", *argv], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def without_weights(tiny_model, tmp_path_factory):
+    """`without_weights(**changes)`: a folder with the tiny model's configuration, changed, and nothing to load."""
+
+    def folder(**changes):
+        made = tmp_path_factory.mktemp("model")
+        with open(f"{tiny_model}/config.json") as file:
+            (made / "config.json").write_text(json.dumps({**json.load(file), **changes}))
+        return str(made)
+
+    return folder
+
+
+def test_a_model_is_judged_without_its_weights(without_weights):
+    seen = doctor("--device", "cpu", "--model-path", without_weights())
+    assert seen.returncode == 0 and "\nfit: " in seen.stdout, seen
+
+
+@pytest.mark.parametrize(
+    "changes, flags, reason",
+    [
+        ({"architectures": ["XverseForCausalLM"]}, [], "architecture XverseForCausalLM"),
+        ({}, ["--page-size", "16"], "page size 16"),
+        ({}, ["--lazy-default-link", "kvlink"], "this model was not trained for it"),
+        ({}, ["--lazy-shadow-rate", "0.1"], "add --enable-metrics"),
+    ],
+)
+def test_what_a_server_would_refuse_is_named(without_weights, changes, flags, reason):
+    seen = doctor("--device", "cpu", "--model-path", without_weights(**changes), *flags)
+    assert seen.returncode == 1 and "refused: " in seen.stdout and reason in seen.stdout, seen
+
+
+def test_a_flag_that_is_wrong_ends_the_doctor():
+    seen = doctor("--lazy-max-chunks", "0")
+    assert seen.returncode == 2 and "--lazy-max-chunks: must be at least 1" in seen.stderr
