@@ -39,6 +39,9 @@ class FakeServer:
     async def repeat(self, request: Any, rid: str, input_ids: list[int], params: dict[str, Any]) -> Repeated:
         raise NotImplementedError
 
+    async def flush(self, timeout_s: float) -> bool:
+        raise NotImplementedError
+
     def abort(self, rid: str) -> bool:
         raise NotImplementedError
 

@@ -30,7 +30,6 @@ class Manager:
 def new_manager(monkeypatch, num_ranks):
     manager = Manager()
     monkeypatch.setattr(frontend, "dp_size", lambda: num_ranks)
-    frontend.init_communicators(None, manager)
     return manager, frontend.frontend_of(manager).server.ask
 
 

@@ -64,6 +64,10 @@ class Server(Protocol):
         """The answer to a request like SGLang's `request`, but with this id, prompt and sampling parameters."""
         ...
 
+    async def flush(self, timeout_s: float) -> bool:
+        """Empty the caches, once all that is to be stored is stored. Returns whether that was within this time."""
+        ...
+
     def abort(self, rid: str) -> bool:
         """Abort the request with this id. Returns whether there is one."""
         ...

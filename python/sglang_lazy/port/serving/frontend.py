@@ -1,6 +1,7 @@
 """The state of an HTTP process or an `Engine`, and SGLang's tokenizer manager as the `Server` behind it."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -40,7 +41,6 @@ class ManagedServer:
 
     def __init__(self, manager: Any):
         self._manager = manager
-        self._communicator: Any = None
 
     @property
     def tokenizer(self) -> Any:
@@ -82,10 +82,12 @@ class ManagedServer:
     def is_ending(self) -> bool:
         return self._manager.gracefully_exit
 
-    def listen(self) -> None:
-        """Take the schedulers' answers to `ask`, which works from now on."""
-        self._communicator = FanOutCommunicator(self._manager._dispatch_to_scheduler, dp_size())
-        self._manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, self._communicator.handle_recv)])
+    @functools.cached_property
+    def _communicator(self) -> Any:
+        """Sends our messages, and takes the schedulers' answers."""
+        made: Any = FanOutCommunicator(self._manager._dispatch_to_scheduler, dp_size())
+        self._manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, made.handle_recv)])
+        return made
 
     async def ask(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
         self._manager.auto_create_handle_loop()
@@ -123,6 +125,9 @@ class ManagedServer:
             out = await anext(outputs)
         return Repeated(out["meta_info"]["finish_reason"], out.get("output_ids", []))
 
+    async def flush(self, timeout_s: float) -> bool:
+        return (await self._manager.flush_cache(timeout_s=timeout_s)).success
+
     def abort(self, rid: str) -> bool:
         state = self._manager.rid_to_state.get(rid)
         if state is None:
@@ -131,10 +136,3 @@ class ManagedServer:
         # `abort_request` would count it among the users' aborted requests.
         self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
         return True
-
-
-def init_communicators(_result: Any, manager: Any) -> None:
-    """After `TokenizerControlMixin.init_communicators`: add ours."""
-    server = frontend_of(manager).server
-    assert isinstance(server, ManagedServer)
-    server.listen()

@@ -4,7 +4,6 @@ from sglang_lazy.port.hooks import feature, repair, required
 from sglang_lazy.port.serving import (
     chat,
     completions,
-    frontend,
     http,
     messages,
     page,
@@ -54,13 +53,6 @@ HOOKS = (
     ),
     feature(
         "sglang.srt.utils.auth.add_api_key_middleware", scopes.check_scopes, "AFTER", "keys of applications have scopes"
-    ),
-    required(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
-        frontend.init_communicators,
-        "AFTER",
-        "tokenizer",
-        "messages about chunks reach the schedulers",
     ),
     required(
         f"{_TOKENIZER_MANAGER}._init_req_state",
