@@ -54,10 +54,26 @@ def install() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.comb import config as comb_config
+    from sglang_lazy.port import cpu
+    from sglang_lazy.port.model import compat, model_runner
+
+    for name in compat.ATTENTION_BACKENDS:
+        ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
+    register_radix_cache_backend(CACHE_BACKEND, create_cache)
+    register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)  # the first step
+    register_resolution_hook("handle_attention_backend_compatibility")(cpu.replace_triton)
+    comb_config.register()
+    _hooks = declared()
+    apply(_hooks)
+    verify()
+
+
+def declared() -> tuple[Hook, ...]:
+    """All hooks, in the order in which they are applied: of two with one target, the later wraps the earlier."""
     from sglang_lazy.port import cpu, graphs, watchdog
     from sglang_lazy.port.comb import lora as comb_lora
     from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import compat, model_runner, probing
+    from sglang_lazy.port.model import model_runner, probing
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -80,12 +96,6 @@ def install() -> None:
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
-    for name in compat.ATTENTION_BACKENDS:
-        ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
-    register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)  # the first step
-    register_resolution_hook("handle_attention_backend_compatibility")(cpu.replace_triton)
-    comb_config.register()
     modules = (
         cpu,
         abort_tasks,
@@ -114,9 +124,7 @@ def install() -> None:
         idle,
         watchdog,
     )
-    _hooks = tuple(hook for module in modules for hook in module.HOOKS)
-    apply(_hooks)
-    verify()
+    return tuple(hook for module in modules for hook in module.HOOKS)
 
 
 def others_installed() -> bool:

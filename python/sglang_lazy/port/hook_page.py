@@ -1,0 +1,138 @@
+"""Print docs/hooks.md, the hooks in the order in which they run: python -m sglang_lazy.port.hook_page
+
+The hooks are read from the modules that declare them. Only their order stands here.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from sglang_lazy.port import plugin
+from sglang_lazy.port.hooks import Hook
+
+UPDATES = tuple(f"update_weights_from_{source}" for source in ("disk", "distributed", "ipc", "tensor"))
+"""Ways to change a server's weights: names of methods."""
+
+STEPS = {
+    "An HTTP process starts": (
+        "TokenizerControlMixin.init_communicators",
+        "http_server.set_global_state",
+        "auth.add_api_key_middleware",
+    ),
+    "A scheduler starts": (
+        "overrides.post_capture_kv_sizing_planned",
+        "ModelConfig.from_server_args",
+        "ModelRunner.initialize",
+        "LoRAManager.init_lora_modules",
+        "LoRAAdapter._process_weight",
+        "KVCacheConfigurator._apply_token_constraints",
+        "DecodeCudaGraphRunner.capture",
+        "Scheduler.init_request_dispatcher",
+        "Scheduler.__init__",
+    ),
+    "A request enters the HTTP process": (
+        "OpenAIServingResponses._make_request",
+        "OpenAIServingResponses._response_input_history",
+        "AnthropicServing._convert_to_chat_completion_request",
+        "OpenAIServingChat._convert_to_internal_request",
+        "OpenAIServingCompletion._convert_to_internal_request",
+        "TokenizerManager._init_req_state",
+        "TokenizerManager._tokenize_one_request",
+        "TokenizerManager._tokenize_texts",
+        "TokenizerManager._validate_one_request",
+        "TokenizerManager._create_tokenized_object",
+    ),
+    "It arrives in the scheduler": (
+        "Scheduler._add_request_to_queue",
+        "Scheduler._abort_on_queued_limit",
+        "Scheduler._prefetch_kvcache",
+    ),
+    "A batch is formed": (
+        "Scheduler.get_next_batch_to_run",
+        "Scheduler._get_new_batch_prefill_raw",
+        "SchedulePolicy.calc_priority",
+        "SchedulePolicy._compute_prefix_matches",
+        "Scheduler.can_schedule_lora_req",
+        "PrefillAdder.preempt_to_schedule",
+        "PrefillAdder.add_one_req",
+        "ScheduleBatch.prepare_for_extend",
+        "Scheduler.update_running_batch",
+    ),
+    "Its forward pass runs": (
+        "TpModelWorker.forward_batch_generation",
+        "ForwardBatch.init_new",
+        "PrefillCudaGraphRunner.can_run_graph",
+        "EagerRunner.execute",
+    ),
+    "The answer leaves": (
+        "SchedulerMetricsCollector.log_stats",
+        "_GenerationStreamAccumulator.__init__",
+        "TokenizerManager._wait_one_response",
+        "TokenizerMetricsCollector.observe_one_finished_request",
+        "utils.cached_tokens_details_from_dict",
+        "PromptTokensDetails.__init__",
+    ),
+    "Nothing runs": ("Scheduler.on_idle", "Scheduler.is_fully_idle"),
+    "A request is aborted": ("TokenizerManager.abort_request", "Scheduler.send_abort_output"),
+    "An operator asks for something": (
+        "TokenizerManager.flush_cache",
+        "TokenizerManager.release_memory_occupation",
+        *(f"TokenizerManager.{update}" for update in UPDATES),
+        "Scheduler.get_internal_state",
+        "Scheduler.flush_cache",
+        "Scheduler.clear_hicache_storage_wrapped",
+        "Scheduler.unload_lora_adapter",
+        *(f"SchedulerWeightUpdaterManager.{update}" for update in UPDATES),
+    ),
+}
+"""By step, the targets of hooks in the order in which SGLang calls them, each as its last two names. Repairs have none:
+they stand wherever SGLang has a fault."""
+
+HEAD = """\
+# Hooks
+
+What of SGLang's is changed, where, and what for: each row is one hook, in the order in which SGLang calls their
+targets. Written by `python -m sglang_lazy.port.hook_page`; [design](design.md#packages-and-the-port) says how hooks are
+applied, [contributing](../CONTRIBUTING.md#move-to-another-sglang) how they are checked. Without a *required* hook no
+process starts, and by the end of the self-test each must have run; a *feature* runs for some requests or flags only.
+"""
+
+
+def short(hook: Hook) -> str:
+    """The last two names of a hook's target."""
+    return ".".join(hook.target.split(".")[-2:])
+
+
+def module_of(hook: Hook) -> str:
+    """The module of a hook's function, as a path in the port's folder."""
+    return hook.function.__module__.removeprefix("sglang_lazy.port.").replace(".", "/") + ".py"
+
+
+def in_order(hooks: Iterable[Hook]) -> list[Hook]:
+    """Hooks of one target, given in the order in which they are applied, in the order in which they run."""
+    hooks = list(hooks)
+    return [hook for hook in reversed(hooks) if hook.kind != "AFTER"] + [hook for hook in hooks if hook.kind == "AFTER"]
+
+
+def table(*columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows)]
+
+
+def page() -> str:
+    hooks = plugin.declared()
+    lines = [HEAD]
+    for step, targets in STEPS.items():
+        found = [
+            hook
+            for target in targets
+            for hook in in_order(each for each in hooks if each.role != "repair" and short(each) == target)
+        ]
+        rows = [[f"`{short(hook)}`", hook.kind.lower(), hook.role, hook.why, f"`{module_of(hook)}`"] for hook in found]
+        lines += [f"## {step}", "", *table("SGLang's", "when", "role", "what for", "module", rows=rows), ""]
+    repairs = [hook for hook in hooks if hook.role == "repair"]
+    rows = [[f"`{short(hook)}`", hook.kind.lower(), hook.why, hook.until, f"`{module_of(hook)}`"] for hook in repairs]
+    lines += ["## Repairs", "", "A server starts without them.", ""]
+    lines += table("SGLang's", "when", "what for", "can go when", "module", rows=rows)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
