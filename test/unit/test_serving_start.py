@@ -18,7 +18,7 @@ from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import flag_checks, plugin
-from sglang_lazy.port.cpu import backends_for_cpu, replace_triton
+from sglang_lazy.port.cpu import backends_for_cpu, bounded_pool, replace_triton
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.scheduler.steps import check_default_preamble
@@ -76,6 +76,25 @@ def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallb
     replace_triton(args, lambda args: resolved.append(flags_of(args).attention_backend))
     assert resolved == [left]
     assert ("triton is replaced by torch_native" in caplog.text) == (left != backend)
+
+
+@pytest.mark.parametrize(
+    "device, given, profiled, size",
+    [
+        ("cpu", {}, 14, 5),  # of 20 GiB
+        ("cpu", {}, 3, 3),  # after the weights, there is no quarter left
+        ("cpu", {"max_total_tokens": 100}, 14, 14),
+        ("cpu", {"mem_fraction_static": 0.9}, 14, 14),
+        ("cuda", {}, 14, 14),
+    ],
+)
+def test_the_pool_on_a_cpu_is_a_quarter_of_free_memory(caplog, device, given, profiled, size):
+    """A user who sizes the pool is obeyed: flags that SGLang resolves leave what was given as it was."""
+    caplog.set_level("WARNING", "sglang_lazy")
+    args = ServerArgs(model_path="dummy", device=device, **given)
+    configurator = SimpleNamespace(device=device, server_args=args)
+    assert bounded_pool(lambda *_: profiled << 30, configurator, 20.0) == size << 30
+    assert ("the KV pool is 5.0 GiB, 25% of" in caplog.text) == (size != profiled)
 
 
 def test_what_the_plugin_adds_to_the_flags():

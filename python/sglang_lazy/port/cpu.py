@@ -1,4 +1,4 @@
-"""Workarounds for SGLang on a CPU: default backends, and LoRA without pinned memory."""
+"""Workarounds for SGLang on a CPU: default backends, the size of the KV pool, and LoRA without pinned memory."""
 
 import logging
 from collections.abc import Callable
@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.mem_cache.pool_host.base import ranks_per_host
 from torch.overrides import TorchFunctionMode
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import feature, repair
 
 logger = logging.getLogger(__name__)
 
 CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
+POOL_SHARE = 0.25
+"""The KV pool's share of the memory that is free before the model is loaded, on a CPU, unless flags size the pool."""
 
 
 def backends_for_cpu(flags: Any) -> dict[str, str]:
@@ -53,6 +56,26 @@ def replace_triton(args: Any, resolve: Callable[[Any], None]) -> None:
     resolve(args)
 
 
+def bounded_pool(profile: Callable, configurator: Any, free_before: float) -> int:
+    """Around `KVCacheConfigurator._profile_available_bytes`: on a CPU, whose memory is everybody's, a share of it.
+
+    SGLang would take nearly all, as it may of a GPU's. Not if --mem-fraction-static or --max-total-tokens is given.
+    free_before: GiB that were free before the model was loaded, the least among the ranks. Returns bytes.
+    """
+    num_bytes, args = profile(configurator, free_before), configurator.server_args
+    if configurator.device != "cpu" or args.mem_fraction_static is not None or args.max_total_tokens is not None:
+        return num_bytes
+    bound = int(free_before * POOL_SHARE / ranks_per_host() * 2**30)
+    if bound < num_bytes:
+        logger.warning(
+            "sglang-lazy: on a CPU, the KV pool is %.1f GiB, %.0f%% of the memory that was free; "
+            "--max-total-tokens or --mem-fraction-static sizes it otherwise",
+            bound / 2**30,
+            100 * POOL_SHARE / ranks_per_host(),
+        )
+    return min(num_bytes, bound)
+
+
 class Unpinned(TorchFunctionMode):
     """A mode in which requests to pin memory are ignored, since pinning needs a GPU driver."""
 
@@ -72,6 +95,12 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 HOOKS = (
+    feature(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        bounded_pool,
+        "AROUND",
+        "a KV pool that leaves memory to others on a CPU",
+    ),
     *(
         repair(
             f"{_LORA}.{method}",

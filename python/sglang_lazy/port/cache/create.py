@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.runtime_context import get_context, get_memory
 
@@ -35,7 +36,7 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
     order, clock = ORDERS.get(params.eviction_policy, ORDERS["lru"]), itertools.count(1)
     slots = params.token_to_kv_pool_allocator
     share = LazyConfig.current().host_share
-    with _host_share(1 - share):
+    with _host_share(1 - share), reserve_explained():
         on_gpu = torch.device(slots.device).type == "cuda"
         has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
         plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
@@ -92,3 +93,19 @@ def _host_share(share: float) -> Iterator[None]:
         yield
     finally:
         get_context().override("sglang_lazy.host_share", **before)
+
+
+@contextlib.contextmanager
+def reserve_explained() -> Iterator[None]:
+    """A context in which SGLang's refusal of a host tier says how much memory it sets aside, and what to change."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Not enough host memory"):
+            raise
+        raise ValueError(
+            f"{error} Of the host's memory SGLang always leaves {HICACHE_HOST_MEMORY_RESERVE_BYTES / 2**30:.0f} GiB to "
+            "other uses, and counts only what is free beyond: a host with less has no room for its tier. Lower "
+            "--hicache-size (GB for each GPU) or --hicache-ratio; or give chunks all of it with --lazy-host-share 1: "
+            "then SGLang has no tier of its own, and sets nothing aside."
+        ) from error
