@@ -24,6 +24,9 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 FULL_PREFILL_GRAPHS = CudaGraphConfig(prefill=PhaseConfig(backend="full"))
 FLAGS = {
+    "attention_backend": "triton",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
     "page_size": 1,
     "disable_radix_cache": False,
     "speculative_algorithm": None,
@@ -60,6 +63,9 @@ FLAGS = {
     "radix_cache_backend": "lazy",
 }
 UNFIT_FLAGS = [
+    ("attention_backend", "flashmla", "attention backend flashmla:"),
+    ("prefill_attention_backend", "flashmla", "attention backend flashmla:"),
+    ("decode_attention_backend", "flashmla", "attention backend flashmla:"),
     ("page_size", 16, "page size 16"),
     ("disable_radix_cache", True, "--disable-radix-cache"),
     ("speculative_algorithm", "EAGLE", "speculative decoding"),
@@ -273,14 +279,6 @@ def test_scales_that_the_stock_backend_does_not_apply():
     native = backends(None, "torch_native", "torch_native")
     for layer, count in ((scaled(0.5, 0.5), 1), (scaled(1.0, 1.0), 0), (scaled(None, None), 0)):
         assert len(compat.unfit_model(runner(layer, server_args=native, **FP8))) == count
-
-
-@pytest.mark.parametrize("which", ["prefill", "decode"])
-def test_unfit_attention_backends(which):
-    """Where only one of prefill and decode is unsupported, that backend is named."""
-    args = backends("triton", **{which: "flashmla"})
-    (given,) = compat.unfit_model(runner(Layer(plain_rope()), server_args=args))
-    assert given.startswith("attention backend flashmla:")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,11 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "SGLANG_RADIX_FORCE_MISS: a linked row cannot miss its chunks": envs.SGLANG_RADIX_FORCE_MISS.get(),
         "--radix-cache-backend: another cache was chosen": flags.radix_cache_backend not in (None, "lazy"),
     }
-    return [reason for reason, applies in wanted.items() if applies]
+    reasons = [reason for reason, applies in wanted.items() if applies]
+    if foreign := sorted(filter(None, attention_backends(args) - set(ATTENTION_BACKENDS))):
+        known = ", ".join(ATTENTION_BACKENDS)
+        reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")
+    return reasons
 
 
 def _unfit_tiers(flags: Any) -> dict[str, bool]:
@@ -183,12 +187,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
 
     untested: whether architectures outside TESTED are allowed.
     """
-    config, reasons = runner.model_config, []
-    backends = attention_backends(runner.server_args)
-    if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
-        known = ", ".join(ATTENTION_BACKENDS)
-        reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")
-    reasons += unfit_config(config, untested=untested)
+    config = runner.model_config
+    reasons = unfit_config(config, untested=untested)
     if config.attention_arch == AttentionArch.MLA:
         return reasons  # what follows reads keys and values by heads
     if (num_layers := len(list(attention_layers(runner.model)))) != config.num_hidden_layers:
@@ -200,7 +200,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
             f"own {runner.dtype}"
         )
     scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
-    if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
+    if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in attention_backends(runner.server_args):
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
