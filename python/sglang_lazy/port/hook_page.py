@@ -12,11 +12,7 @@ UPDATES = tuple(f"update_weights_from_{source}" for source in ("disk", "distribu
 """Ways to change a server's weights: names of methods."""
 
 STEPS = {
-    "An HTTP process starts": (
-        "TokenizerControlMixin.init_communicators",
-        "http_server.set_global_state",
-        "auth.add_api_key_middleware",
-    ),
+    "An HTTP process starts": ("http_server.set_global_state", "auth.add_api_key_middleware"),
     "A scheduler starts": (
         "overrides.post_capture_kv_sizing_planned",
         "ModelConfig.from_server_args",
