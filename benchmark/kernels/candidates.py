@@ -63,22 +63,19 @@ class Link:
                 max_bs=problem.bs, max_segments=max_segments, **self.sizes, device=dims.device
             )
         else:
-            self.options["max_extend_len"] = int(problem.tables["qo_indptr"].diff().max())
             self.options["window"] = problem.shape.window
 
     def plan(self) -> None:
         """Plan the batch, once before all layers."""
         if self.problem.shape.op == "decode":
-            self.ops.plan_decode(self.options["workspace"], **self.problem.rows, **self.sizes)
+            self.ops.plan_decode(self.options["workspace"], self.problem.rows, **self.sizes)
         elif self.name in PLANNED_EXTEND:
-            self.options["plan"] = self.ops.plan_extend(
-                self.problem.q, self.problem.caches[0][0], **self.problem.tables
-            )
+            self.options["plan"] = self.ops.plan_extend(self.problem.q, self.problem.caches[0][0], self.problem.rows)
 
     def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         k_cache, v_cache = self.problem.caches[i]
         op = self.ops.link_decode if self.problem.shape.op == "decode" else self.ops.link_extend
         op(
-            self.problem.q, k_cache, v_cache, **self.problem.tables, cos_sin_cache=self.problem.cos_sin_cache,
+            self.problem.q, k_cache, v_cache, self.problem.rows, self.problem.cos_sin_cache,
             out=out, lse=lse, **self.options,
         )  # fmt: skip

@@ -1,11 +1,13 @@
 """A measured batch: its dimensions, its prompts, and their tensors over shuffled slots."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from sgl_kernel_lazy.rope import rope_cos_sin
+from sgl_kernel_lazy.rows import ExtendRows, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +73,12 @@ class Problem:
     def bs(self) -> int:
         return len(self.shape.requests)
 
-    @property
-    def rows(self) -> dict[str, torch.Tensor]:
-        """The arguments of `plan_decode`."""
-        names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-        return {name: self.tables[name] for name in names} | dict(segment_ids=self.segment_ids)
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The rows of the batch, which all layers share."""
+        if self.shape.op == "decode":
+            return Rows(**self.tables, segment_ids=self.segment_ids)
+        return ExtendRows(**self.tables, max_extend_len=int(self.tables["qo_indptr"].diff().max()))
 
     def quantised(self, kv_dtype: torch.dtype) -> "Problem":
         """The same with keys and values rounded to kv_dtype."""

@@ -1,113 +1,48 @@
-"""Preconditions that implementations on GPUs rely on but do not check, since they would have to wait for the device.
-The PyTorch implementation checks them, so every test on a CPU does."""
+"""Preconditions of single ops that implementations on GPUs rely on but do not check, since they would have to wait for
+the device. The PyTorch implementation checks them, so every test on a CPU does. Those of all ops: `Rows`."""
 
 import bisect
 import zlib
 
 import torch
 
-
-def check_segments(
-    kv_indptr: torch.Tensor,
-    most: int,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    *,
-    padded: bool = False,
-) -> None:
-    """Check that rows lie within what lists KV tokens, `most` of them, and that the segments of each are in order.
-
-    padded: whether segments may end beyond their rows, as in those that pad a decode batch.
-    Other arguments and errors: `link_decode`.
-    """
-    _check_indptr("kv_indptr", kv_indptr, most)
-    width = segment_ends.shape[1]
-    _refuse((num_segments < 0) | (num_segments > width), f"num_segments: expected 0 to {width}")
-    ends = segment_ends.masked_fill(~_used(num_segments, segment_ends), 0)
-    steps = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
-    _refuse(_used(num_segments, steps) & (steps < 0), "segment_ends: expected to ascend from 0")
-    if not padded:
-        _refuse(ends > kv_indptr.diff()[:, None], "segment_ends: expected at most the row's length")
+from sgl_kernel_lazy.rows import ExtendRows, Rows
+from sgl_kernel_lazy.validation import check_indptr, refuse
 
 
-def check_reads(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    num_slots: int,
-    num_rotations: int,
-) -> None:
-    """Check that slots lie within the cache, and offsets within the table of angles. For rows that have passed
-    `check_segments`; arguments and errors as there."""
-    indptr = kv_indptr.tolist()
-    slots = kv_indices[indptr[0] : indptr[-1]]
+def check_reads(rows: Rows, num_slots: int, num_rotations: int) -> None:
+    """Check that slots lie within the cache, and offsets within the table of angles."""
+    indptr = rows.kv_indptr.tolist()
+    slots = rows.kv_indices[indptr[0] : indptr[-1]]
     if (place := _first_outside(slots, num_slots)) is not None:
         row = bisect.bisect_right(indptr, indptr[0] + place) - 1
         raise ValueError(f"kv_indices: expected slots from 0 to {num_slots - 1}, got {slots[place]} in row {row}")
-    outside = (segment_offsets < 0) | (segment_offsets >= num_rotations)
-    _refuse(
-        _used(num_segments, segment_offsets) & outside, f"segment_offsets: expected rows from 0 to {num_rotations - 1}"
-    )
+    outside = (rows.segment_offsets < 0) | (rows.segment_offsets >= num_rotations)
+    refuse(rows.used() & outside, f"segment_offsets: expected rows from 0 to {num_rotations - 1}")
 
 
-def check_queries(qo_indptr: torch.Tensor, nnz_qo: int, max_extend_len: int) -> None:
-    """Check that rows of queries lie within `q`, and that none has more than `max_extend_len` queries. Arguments and
-    errors: `link_extend`."""
-    _check_indptr("qo_indptr", qo_indptr, nnz_qo)
-    longest = max(qo_indptr.diff().tolist(), default=0)
-    if longest > max_extend_len:
-        raise ValueError(f"max_extend_len: expected the longest qo_len, {longest}, or more, got {max_extend_len}")
-
-
-def check_positions(
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-) -> None:
-    """Check that positions ascend strictly within each segment, the cached text and the new text of each row. For rows
-    that have passed `check_segments`; arguments and errors: `link_extend`."""
-    begins = kv_indptr[:-1, None]
-    ends = (begins + segment_ends)[_used(num_segments, segment_ends)]
-    starts = torch.cat([kv_indptr, kv_indptr[1:] - qo_indptr.diff(), ends])
-    descents = (kv_positions[: kv_indptr[-1]].diff() <= 0).nonzero()[:, 0] + 1
+def check_positions(rows: ExtendRows) -> None:
+    """Check that positions ascend strictly within each segment, the cached text and the new text of each row, which is
+    as long as it has queries; see `link_extend`."""
+    ends = (rows.kv_indptr[:-1, None] + rows.segment_ends)[rows.used()]
+    starts = torch.cat([rows.kv_indptr, rows.kv_indptr[1:] - rows.qo_indptr.diff(), ends])
+    descents = (rows.kv_positions[: rows.kv_indptr[-1]].diff() <= 0).nonzero()[:, 0] + 1
     wrong = descents[~torch.isin(descents, starts)]
     if len(wrong):
         raise ValueError(f"kv_positions: expected to ascend in each part of a row, got a lower one at {wrong[0]}")
 
 
-def check_shared_segments(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_ids: torch.Tensor,
-) -> None:
-    """Check that segments of one id list the same slots. Arguments and errors: `plan_decode`."""
-    known: dict[int, list[int]] = {}
-    indptr, ends, ids = kv_indptr.tolist(), segment_ends.tolist(), segment_ids.tolist()
-    for b, count in enumerate(num_segments.tolist()):
-        for start, end, name in zip([0, *ends[b]], ends[b][:count], ids[b], strict=False):
-            if name < 0 or end >= indptr[b + 1] - indptr[b]:  # shared with nobody
-                continue
-            slots = kv_indices[indptr[b] + start : indptr[b] + end].tolist()
-            if known.setdefault(name, slots) != slots:
-                raise ValueError(f"segment_ids: expected the same slots in all segments of id {name}, got others")
+def check_sums(sums: torch.Tensor, rows: Rows) -> None:
+    """Check that there is a sum for each KV token; see `accumulate_attention`."""
+    if len(sums) < (num_kv := int(rows.kv_indptr[-1])):
+        raise ValueError(f"sums: expected one for each of {num_kv} KV tokens, got {len(sums)}")
 
 
-def fingerprint(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    num_heads_and_dim: tuple[int, int, int],
-) -> int:
-    """32 bits that tell one planned batch from another; arguments as for `plan_decode`."""
-    used = _used(num_segments, segment_ends)
-    parts = (kv_indptr, kv_indices[: kv_indptr[-1]], num_segments, segment_ends[used], segment_offsets[used])
+def fingerprint(rows: Rows, num_heads_and_dim: tuple[int, int, int]) -> int:
+    """32 bits that tell one planned batch from another."""
+    used, num_kv = rows.used(), rows.kv_indptr[-1]
+    tables = (rows.segment_ends[used], rows.segment_offsets[used])
+    parts = (rows.kv_indptr, rows.kv_indices[:num_kv], rows.num_segments, *tables)
     values = torch.cat([part.int() for part in parts]).cpu()
     return zlib.crc32(values.numpy(), zlib.crc32(repr(num_heads_and_dim).encode()))
 
@@ -142,7 +77,7 @@ def check_parts(
 
     only_last: whether a piece may only be the last part of its row. Arguments and errors: `link_states`.
     """
-    _check_indptr("part_indptr", part_indptr, len(parts))
+    check_indptr("part_indptr", part_indptr, len(parts))
     if (place := _first_outside(initial_slots + 1, num_states + 1)) is not None:
         raise ValueError(f"initial_slots: expected -1 to {num_states - 1}, got {initial_slots[place]} at {place}")
     begin, end = part_indptr[0], part_indptr[-1]
@@ -159,17 +94,6 @@ def check_parts(
         )
 
 
-def _check_indptr(name: str, indptr: torch.Tensor, most: int) -> None:
-    values = indptr.tolist()
-    if values != sorted(values) or values[0] < 0 or values[-1] > most:
-        raise ValueError(f"{name}: expected to ascend from 0 to at most {most}, got {values}")
-
-
-def _used(num_segments: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Which elements of a segment table count: bool, in its shape."""
-    return torch.arange(segments.shape[1], device=segments.device) < num_segments[:, None]
-
-
 def _first_outside(values: torch.Tensor, size: int) -> int | None:
     """The place of the first value that is not in [0, size), or None."""
     if not len(values):
@@ -178,9 +102,3 @@ def _first_outside(values: torch.Tensor, size: int) -> int | None:
     if low >= 0 and high < size:
         return None
     return int(((values < 0) | (values >= size)).nonzero()[0])
-
-
-def _refuse(wrong: torch.Tensor, expectation: str) -> None:
-    """Raise ValueError naming the first invalid row of a batch, if any."""
-    if wrong.any():
-        raise ValueError(f"{expectation}, got others in row {int(wrong.nonzero()[0, 0])}")

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_kernel_lazy.rope import rotate_queries
+from sgl_kernel_lazy.rows import Rows
 
 
 class Row(NamedTuple):
@@ -42,22 +43,16 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.device.type == "cpu" else x.double()
 
 
-def rows_of(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-) -> Iterator[Row]:
+def rows_of(rows: Rows) -> Iterator[Row]:
     """The row of each request: its chunk segments, then its text, which has offset 0."""
-    indptr = kv_indptr.tolist()
-    for b, count in enumerate(num_segments.tolist()):
+    indptr = rows.kv_indptr.tolist()
+    for b, count in enumerate(rows.num_segments.tolist()):
         begin, end = indptr[b], indptr[b + 1]
         # Leftovers in rows that pad the batch are cut off.
-        ends = segment_ends[b, :count].clamp(max=end - begin)
+        ends = rows.segment_ends[b, :count].clamp(max=end - begin)
         lens = torch.tensor([0, *ends.tolist(), end - begin]).diff()
-        offsets = torch.tensor([*segment_offsets[b, :count].tolist(), 0]).repeat_interleave(lens)
-        yield Row(begin, end, kv_indices[begin:end], offsets.to(kv_indices.device))
+        offsets = torch.tensor([*rows.segment_offsets[b, :count].tolist(), 0]).repeat_interleave(lens)
+        yield Row(begin, end, rows.kv_indices[begin:end], offsets.to(rows.device))
 
 
 def attend(

@@ -17,7 +17,7 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes, this device and a
-    contiguous last dimension. Each layer makes a dozen of these calls, so valid tensors pass quickly."""
+    contiguous last dimension. Each layer makes some of these calls, so valid tensors pass quickly."""
     actual = tensor.shape
     if actual != shape and not _matches(actual, shape):
         expected = ["any" if e is None else e for e in shape]
@@ -26,7 +26,7 @@ def check_tensor(
         raise ValueError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
-    if tensor.stride(-1) != 1 and actual[-1] > 1:
+    if not tensor.is_contiguous() and tensor.stride(-1) != 1 and actual[-1] > 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
 
 
@@ -39,169 +39,24 @@ def _matches(actual: Sequence[int], shape: Sequence[int | None]) -> bool:
     return True
 
 
-def check_rows(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_ids: torch.Tensor | None,
-    device: torch.device,
-) -> None:
-    """Check the tensors that describe the rows of a batch, which `plan_decode` and the ops take."""
-    check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
-    bs = num_segments.shape[0]
-    check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
-    check_tensor("kv_indices", kv_indices, (None,), INTEGERS, device)
-    check_tensor("segment_ends", segment_ends, (bs, None), (torch.int32,), device)
-    check_tensor("segment_offsets", segment_offsets, segment_ends.shape, (torch.int32,), device)
-    if segment_ids is not None:
-        check_tensor("segment_ids", segment_ids, segment_ends.shape, (torch.int32,), device)
+def shape_of(name: str, tensor: torch.Tensor, num_dims: int) -> tuple[int, ...]:
+    """The shape of a tensor. Raises ValueError unless it has that many dimensions."""
+    if tensor.dim() != num_dims:
+        raise ValueError(f"{name}: expected {num_dims} dimensions, got shape {list(tensor.shape)}")
+    return tensor.shape
 
 
-def check_link_inputs(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-    kv_dtypes: Sequence[torch.dtype] = FP8,
-    segment_ids: torch.Tensor | None = None,
-) -> None:
-    """Check the common arguments of `link_decode` and `link_extend`; see their docstrings.
-
-    kv_dtypes: the dtypes of caches besides q's.
-    """
-    device = q.device
-    check_tensor("q", q, (None, None, None), FLOATS, device)
-    nnz_qo, num_qo_heads, head_dim = q.shape
-    check_tensor("k_cache", k_cache, (None, None, head_dim), (q.dtype, *kv_dtypes), device)
-    num_slots, num_kv_heads, _ = k_cache.shape
-    # Kernels hold slots as int32, whatever the dtype of kv_indices.
-    if num_slots > 2**31:
-        raise ValueError(f"k_cache: expected at most 2**31 slots, got {num_slots}")
-    check_tensor("v_cache", v_cache, (num_slots, num_kv_heads, head_dim), (k_cache.dtype,), device)
-    if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
-        raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")
-    if not 32 <= head_dim <= 512 or head_dim % 8:
-        raise ValueError(f"q: expected head_dim to be a multiple of 8 from 32 to 512, got {head_dim}")
-    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, device)
-    check_cos_sin(cos_sin_cache, head_dim, device)
-    if not sm_scale > 0:
-        raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
-    if logit_cap is not None and not logit_cap > 0:
-        raise ValueError(f"logit_cap: expected a positive number or None, got {logit_cap}")
-    if v_scale != 1.0 and k_cache.dtype not in FP8:
-        raise ValueError(f"v_scale: expected 1 for caches that are not fp8, got {v_scale}")
-    if sinks is not None:
-        check_tensor("sinks", sinks, (num_qo_heads,), FLOATS, device)
-    if out is not None:
-        check_tensor("out", out, (nnz_qo, num_qo_heads, head_dim), (q.dtype,), device)
-    if lse is not None:
-        check_tensor("lse", lse, (nnz_qo, num_qo_heads), (torch.float32,), device)
+def check_indptr(name: str, indptr: torch.Tensor, most: int) -> None:
+    """Raise ValueError unless indptr ascends within 0 .. most; waits for the device."""
+    values = indptr.tolist()
+    if values != sorted(values) or values[0] < 0 or values[-1] > most:
+        raise ValueError(f"{name}: expected to ascend from 0 to at most {most}, got {values}")
 
 
-def check_decode_inputs(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    sm_scale: float,
-    v_scale: float,
-    sinks: torch.Tensor | None,
-    logit_cap: float | None,
-    segment_ids: torch.Tensor | None,
-    kv_dtypes: Sequence[torch.dtype] = FP8,
-) -> None:
-    """Check the arguments of `link_decode`."""
-    check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, logit_cap, kv_dtypes, segment_ids,
-    )  # fmt: skip
-    if q.shape[0] != num_segments.shape[0]:
-        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
-
-
-def check_extend_inputs(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    max_extend_len: int,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-    kv_dtypes: Sequence[torch.dtype] = FP8,
-) -> None:
-    """Check the arguments of `link_extend`."""
-    check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, logit_cap, kv_dtypes,
-    )  # fmt: skip
-    check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
-    check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)
-    check_tensor("kv_positions", kv_positions, (None,), (torch.int32,), q.device)
-    if not isinstance(max_extend_len, int) or max_extend_len < 0:
-        raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
-    if window is not None:
-        check_window(window)
-
-
-def check_accumulate_inputs(
-    sums: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    max_extend_len: int,
-    sm_scale: float,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-    kv_dtypes: Sequence[torch.dtype] = FP8,
-) -> None:
-    """Check the arguments of `accumulate_attention`: those of `link_extend` without values, and sums."""
-    check_extend_inputs(
-        q, k_cache, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, sinks=sinks, logit_cap=logit_cap,
-        kv_dtypes=kv_dtypes,
-    )  # fmt: skip
-    check_tensor("sums", sums, (None,), (torch.float32,), q.device)
+def refuse(wrong: torch.Tensor, expectation: str) -> None:
+    """Raise ValueError naming the first row of a batch in which anything is wrong, if any; waits for the device."""
+    if wrong.any():
+        raise ValueError(f"{expectation}, got others in row {int(wrong.nonzero()[0, 0])}")
 
 
 def check_window_inputs(
@@ -234,8 +89,8 @@ def check_window_inputs(
     check_window(window)
 
 
-def check_window(window: int) -> None:
-    if not isinstance(window, int) or window < 1:
+def check_window(window: int | None) -> None:
+    if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window: expected a positive int or None, got {window!r}")
 
 
@@ -269,8 +124,9 @@ def check_copy_inputs(
 
 def check_cos_sin(cos_sin_cache: torch.Tensor, head_dim: int, device: torch.device) -> None:
     """Check the table of angles, see `rope_cos_sin`."""
-    check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), device)
-    rotary_dim = cos_sin_cache.shape[1]
+    shape = shape_of("cos_sin_cache", cos_sin_cache, 2)
+    check_tensor("cos_sin_cache", cos_sin_cache, shape, (torch.float32,), device)
+    rotary_dim = shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
 

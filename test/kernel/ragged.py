@@ -7,6 +7,7 @@ import torch
 
 from sgl_kernel_lazy.naive import naive_link_decode, naive_link_extend
 from sgl_kernel_lazy.rope import rope_cos_sin, rotate_queries
+from sgl_kernel_lazy.rows import ExtendRows, Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -49,6 +50,11 @@ class Batch:
         return dict(q=self.decode_q, **{k: v for k, v in self.extend.items() if k not in skip})
 
     @property
+    def decode_rows(self) -> Rows:
+        """What `plan_decode` and `link_decode` take."""
+        return packed(**self.decode, segment_ids=self.segment_ids)["rows"]
+
+    @property
     def decode_q(self):
         rows = (self.extend["qo_indptr"][1:] - 1).clamp_min(0).long()
         return self.extend["q"][rows] if len(self.extend["q"]) else self.extend["q"].new_ones(0)
@@ -56,6 +62,13 @@ class Batch:
     @property
     def max_extend_len(self) -> int:
         return int(self.extend["qo_indptr"].diff().max()) if self.shape.bs else 0
+
+
+def packed(**arguments) -> dict:
+    """Arguments of an op, with those that describe rows as one, which checks them."""
+    fields = [field.name for field in dataclasses.fields(ExtendRows)]
+    described = {name: arguments.pop(name) for name in fields if name in arguments}
+    return arguments | {"rows": (ExtendRows if "qo_indptr" in described else Rows)(**described)}
 
 
 def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) -> Batch:
@@ -229,11 +242,11 @@ def run(op: str, implementation, batch: Batch, **given):
         width = inputs["segment_ends"].shape[1]
         workspace = implementation.decode_workspace(len(out), width, **dims, device=torch.device(DEVICE))
         options["workspace"] = workspace.fill_(NAN) if workspace is not None else None
-        tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-        implementation.plan_decode(workspace, *(inputs[name] for name in tables), batch.segment_ids, **dims)
+        inputs["segment_ids"] = batch.segment_ids
+        implementation.plan_decode(workspace, batch.decode_rows, **dims)
     else:
         options["max_extend_len"] = batch.max_extend_len
-    result = getattr(implementation, f"link_{op}")(**{**inputs, **options, "out": out, "lse": lse, **given})
+    result = getattr(implementation, f"link_{op}")(**packed(**{**inputs, **options, "out": out, "lse": lse, **given}))
     return result, lse
 
 

@@ -79,10 +79,10 @@ def in_halves(right, *args, is_neox, **given):
     return right(*args, is_neox=True, **given)
 
 
-def whole_heads(right, *args, cos_sin_cache, **given):
+def whole_heads(right, q, k_cache, v_cache, rows, cos_sin_cache, **given):
     if cos_sin_cache.shape[1] < 128:
         cos_sin_cache = cos_sin_cache.repeat_interleave(128 // cos_sin_cache.shape[1], dim=1)
-    return right(*args, cos_sin_cache=cos_sin_cache, **given)
+    return right(q, k_cache, v_cache, rows, cos_sin_cache, **given)
 
 
 def a_token_too_many(right, *args, window=None, **given):
@@ -96,7 +96,8 @@ def a_token_early(right, *, seq_lens, **given):
 @pytest.mark.parametrize(
     ("family", "kind", "op", "wrong", "found"),
     [
-        ("gemma", Link, "link_extend", without_cap, ["Gemma 2 9B, decode", "Gemma 2 9B, extend"]),
+        ("gemma", Link, "link_decode", without_cap, ["Gemma 2 9B, decode"]),
+        ("gemma", Link, "link_extend", without_cap, ["Gemma 2 9B, extend"]),
         ("gemma", Link, "link_extend", a_token_too_many, ["Gemma 3 12B, extend"]),
         ("ropes", Link, "link_decode", in_halves, ["GLM-4 9B, decode", "Command R, decode"]),
         ("ropes", Link, "link_decode", whole_heads, ["GLM-4.5, decode", "GLM-4 9B, decode"]),

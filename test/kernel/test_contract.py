@@ -1,14 +1,17 @@
-"""What the PyTorch implementation checks for all others."""
+"""What is checked on a CPU for all implementations: contents of rows, and of what ops read."""
 
 import pytest
 import torch
-from ragged import DEVICE, Shape, random_batch, run
+from ragged import DEVICE, Shape, packed, random_batch, run
 
 from sgl_kernel_lazy import torch_impl
+from sgl_kernel_lazy.rows import Rows
 
 LAYOUT = [("gap", 3), ("chunk", 1), ("chunk", 2), ("text", 5), ("new", 6)]
 DIMS = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
-PLANNED = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+
+if DEVICE != "cpu":
+    pytest.skip("what rows contain is checked on a CPU only", allow_module_level=True)
 
 
 def two_rows():
@@ -18,12 +21,12 @@ def two_rows():
 def accumulate(batch):
     arguments = {"sums": torch.zeros(199, device=DEVICE), **batch.extend}
     del arguments["v_cache"]
-    torch_impl.accumulate_attention(**arguments, **batch.options, max_extend_len=batch.max_extend_len)
+    torch_impl.accumulate_attention(**packed(**arguments, **batch.options, max_extend_len=batch.max_extend_len))
 
 
 OPS = {
     "decode": lambda batch: run("decode", torch_impl, batch),
-    "decode without a plan": lambda batch: torch_impl.link_decode(**batch.decode, **batch.options),
+    "decode without a plan": lambda batch: torch_impl.link_decode(**packed(**batch.decode, **batch.options)),
     "extend": lambda batch: run("extend", torch_impl, batch),
     "accumulate": accumulate,
 }
@@ -116,18 +119,28 @@ def test_rows_follow_one_another(mistake, op):
 
 
 LISTS = [(op, "kv_indices") for op in OPS]
-LISTS += [("extend", "kv_positions"), ("accumulate", "kv_positions"), ("accumulate", "sums")]
+LISTS += [("extend", "kv_positions"), ("accumulate", "kv_positions")]
 
 
 @pytest.mark.parametrize("op, name", LISTS)
 def test_rows_lie_within_what_lists_their_tokens(op, name):
     batch = two_rows()
     num_kv = int(batch.extend["kv_indptr"][2])
-    batch.extend[name] = batch.extend.get(name, torch.zeros(num_kv, device=DEVICE))[:num_kv]
+    batch.extend[name] = batch.extend[name][:num_kv]
     OPS[op](batch)
     batch.extend[name] = batch.extend[name][:-1]
     with pytest.raises(ValueError, match=f"kv_indptr: expected to ascend from 0 to at most {num_kv - 1}, got "):
         OPS[op](batch)
+
+
+def test_each_token_has_a_sum():
+    batch = two_rows()
+    num_kv = int(batch.extend["kv_indptr"][2])
+    batch.extend["sums"] = torch.zeros(num_kv, device=DEVICE)
+    accumulate(batch)
+    batch.extend["sums"] = batch.extend["sums"][:-1]
+    with pytest.raises(ValueError, match=f"sums: expected one for each of {num_kv} KV tokens, got {num_kv - 1}"):
+        accumulate(batch)
 
 
 @pytest.mark.parametrize("op", ["extend", "accumulate"])
@@ -151,21 +164,20 @@ CHANGES = {
 def test_a_plan_is_for_one_batch(change):
     batch = two_rows()
     workspace = torch_impl.decode_workspace(2, 4, **DIMS, device=DEVICE)
-    torch_impl.plan_decode(workspace, *(batch.decode[name] for name in PLANNED), batch.segment_ids, **DIMS)
-    torch_impl.link_decode(**batch.decode, **batch.options, workspace=workspace)
+    torch_impl.plan_decode(workspace, batch.decode_rows, **DIMS)
+    torch_impl.link_decode(**packed(**batch.decode, **batch.options, workspace=workspace))
     CHANGES[change](batch)
-    torch_impl.link_decode(**batch.decode, **batch.options)
+    torch_impl.link_decode(**packed(**batch.decode, **batch.options))
     with pytest.raises(ValueError, match="workspace: expected the plan of this batch, got that of another"):
-        torch_impl.link_decode(**batch.decode, **batch.options, workspace=workspace)
+        torch_impl.link_decode(**packed(**batch.decode, **batch.options, workspace=workspace))
 
 
 def test_a_plan_is_for_one_number_of_heads():
     batch = two_rows()
     workspace = torch_impl.decode_workspace(2, 4, **DIMS, device=DEVICE)
-    planned = [batch.decode[name] for name in PLANNED]
-    torch_impl.plan_decode(workspace, *planned, batch.segment_ids, **DIMS | dict(num_kv_heads=1))
+    torch_impl.plan_decode(workspace, batch.decode_rows, **DIMS | dict(num_kv_heads=1))
     with pytest.raises(ValueError, match="workspace: expected the plan of this batch, got that of another"):
-        torch_impl.link_decode(**batch.decode, **batch.options, workspace=workspace)
+        torch_impl.link_decode(**packed(**batch.decode, **batch.options, workspace=workspace))
 
 
 # source, target, offsets and what is wrong, with 9 slots and 5 rows of angles
@@ -197,13 +209,12 @@ def test_segments_of_one_id_list_the_same_slots():
         segment_ends=torch.tensor([[3, 4], [3, 0], [2, 0]], **ints),
         segment_offsets=torch.zeros(3, 2, **ints),
     )
-    dims = dict(num_qo_heads=2, num_kv_heads=1, head_dim=64)
 
-    def plan(ids):
-        torch_impl.plan_decode(None, **rows, segment_ids=torch.tensor(ids, **ints), **dims)
+    def of(ids):
+        Rows(**rows, segment_ids=torch.tensor(ids, **ints))
 
-    plan([[4, -1], [4, 9], [4, 9]])  # the last row's segment is all of it, so it is shared with nobody
-    plan([[-1, 4], [-1, 4], [-1, 4]])
+    of([[4, -1], [4, 9], [4, 9]])  # the last row's segment is all of it, so it is shared with nobody
+    of([[-1, 4], [-1, 4], [-1, 4]])
     for ids in ([[4, 4], [-1, -1], [-1, -1]], [[-1, 4], [4, -1], [-1, -1]]):
         with pytest.raises(ValueError, match="segment_ids: expected the same slots in all segments of id 4"):
-            plan(ids)
+            of(ids)

@@ -9,6 +9,7 @@ import torch
 from ragged import DEVICE, NAN, relative_error
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sgl_kernel_lazy.rows import ExtendRows, Rows
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 AFTER_ALL = 2**30
@@ -22,7 +23,7 @@ BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 implementations = pytest.mark.parametrize("name, dtype", IMPLEMENTATIONS)
 
 
-class Rows:
+class Problem:
     """Rows with `queries[b]` queries over `keys[b]` KV tokens anywhere in the caches."""
 
     def __init__(self, queries, keys, dtype):
@@ -61,56 +62,58 @@ def indptr(lens):
 @implementations
 def test_prefill(name, dtype):
     """More queries than keys, fewer queries than keys, and many of both."""
-    rows = Rows([5, 40, 1, 70, 130], [200, 3, 1, 70, 300], dtype)
+    problem = Problem([5, 40, 1, 70, 130], [200, 3, 1, 70, 300], dtype)
     none = torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
     out = get_implementation(name).link_extend(
-        rows.q,
-        rows.k_cache,
-        rows.v_cache,
-        indptr(rows.queries),
-        torch.full((len(rows.q),), AFTER_ALL, dtype=torch.int32, device=DEVICE),
-        indptr(rows.keys),
-        rows.slots.int(),
-        torch.cat([torch.arange(n, device=DEVICE, dtype=torch.int32) for n in rows.keys]),
-        none[:, 0],
-        none,
-        none,
-        rows.cos_sin_cache,
-        max_extend_len=130,
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        ExtendRows(
+            qo_indptr=indptr(problem.queries),
+            q_positions=torch.full((len(problem.q),), AFTER_ALL, dtype=torch.int32, device=DEVICE),
+            kv_indptr=indptr(problem.keys),
+            kv_indices=problem.slots.int(),
+            kv_positions=torch.cat([torch.arange(n, device=DEVICE, dtype=torch.int32) for n in problem.keys]),
+            num_segments=none[:, 0],
+            segment_ends=none,
+            segment_offsets=none,
+            max_extend_len=130,
+        ),
+        problem.cos_sin_cache,
         is_neox=True,
         sm_scale=DIM**-0.5,
     )
-    assert relative_error(out, rows.expected) < BUDGET[dtype]
+    assert relative_error(out, problem.expected) < BUDGET[dtype]
 
 
 @implementations
 def test_decode(name, dtype):
     """Segments reach to the end of each row; a row without KV tokens gives exactly zero."""
-    rows = Rows([1, 1, 1, 1], [60, 0, 35, 90], dtype)
+    problem = Problem([1, 1, 1, 1], [60, 0, 35, 90], dtype)
     ops = get_implementation(name)
     ends = ints([[20, 60, 0], [0, 0, 0], [35, 0, 0], [1, 50, 90]])
-    row = (
-        indptr(rows.keys),
-        rows.slots.int(),
-        ints([2, 0, 1, 3]),
-        ends,
-        ints([[0, 3, 0], [0, 0, 0], [2, 0, 0], [5, 1, 11]]),
+    rows = Rows(
+        kv_indptr=indptr(problem.keys),
+        kv_indices=problem.slots.int(),
+        num_segments=ints([2, 0, 1, 3]),
+        segment_ends=ends,
+        segment_offsets=ints([[0, 3, 0], [0, 0, 0], [2, 0, 0], [5, 1, 11]]),
+        segment_ids=ints([[0, 1, 0], [0, 0, 0], [2, 0, 0], [3, 4, 5]]),
     )
     dims = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
     workspace = ops.decode_workspace(4, 3, **dims, device=DEVICE)
-    ids = ints([[0, 1, 0], [0, 0, 0], [2, 0, 0], [3, 4, 5]])
-    ops.plan_decode(workspace, *row, ids, **dims)
+    ops.plan_decode(workspace, rows, **dims)
     out = ops.link_decode(
-        rows.q,
-        rows.k_cache,
-        rows.v_cache,
-        *row,
-        rows.cos_sin_cache,
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        rows,
+        problem.cos_sin_cache,
         is_neox=True,
         sm_scale=DIM**-0.5,
         workspace=workspace,
     )
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     reads = [0, 2, 3]
-    expected = rows.expected.nan_to_num()
+    expected = problem.expected.nan_to_num()
     assert relative_error(out[reads], expected[reads]) < BUDGET[dtype]

@@ -7,7 +7,21 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, naive, quantise, random_batch, relative_error, run, sizes
+from ragged import (
+    DEVICE,
+    NAN,
+    Shape,
+    add_sinks,
+    cap,
+    check,
+    naive,
+    packed,
+    quantise,
+    random_batch,
+    relative_error,
+    run,
+    sizes,
+)
 
 if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -31,7 +45,7 @@ def check_or_refuse(batch):
         check("decode", module, batch)
     else:
         with pytest.raises(ValueError, match="link_decode: expected at most .* query heads per kv head"):
-            module.link_decode(**batch.decode, **batch.options)
+            module.link_decode(**packed(**batch.decode, **batch.options))
 
 
 @all_configurations
@@ -147,9 +161,8 @@ def test_a_workspace_serves_every_smaller_batch():
     batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
     dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
     workspace = module.decode_workspace(64, 16, **dims, device=DEVICE).fill_(NAN)
-    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-    module.plan_decode(workspace, *(batch.decode[name] for name in tables), batch.segment_ids, **dims)
-    out = module.link_decode(**batch.decode, **batch.options, workspace=workspace)
+    module.plan_decode(workspace, batch.decode_rows, **dims)
+    out = module.link_decode(**packed(**batch.decode, **batch.options, workspace=workspace))
     assert torch.equal(out, run("decode", module, batch)[0])
 
 
@@ -157,11 +170,10 @@ def test_a_workspace_too_small_is_refused():
     batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
     dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
     workspace = module.decode_workspace(1, 1, **dims, device=DEVICE)
-    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
     with pytest.raises(ValueError, match="workspace: expected at least"):
-        module.plan_decode(workspace, *(batch.decode[name] for name in tables), batch.segment_ids, **dims)
+        module.plan_decode(workspace, batch.decode_rows, **dims)
     with pytest.raises(ValueError, match="workspace: expected at least"):
-        module.link_decode(**batch.decode, **batch.options, workspace=workspace)
+        module.link_decode(**packed(**batch.decode, **batch.options, workspace=workspace))
 
 
 def test_graph_replay_follows_its_inputs():
@@ -176,13 +188,13 @@ def test_graph_replay_follows_its_inputs():
     dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batches[0]), strict=True))
     workspace = module.decode_workspace(6, static["segment_ends"].shape[1], **dims, device=DEVICE).fill_(NAN)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
-    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
     segment_ids = torch.full_like(static["segment_ends"], -1)
+    given = packed(**static, **options, segment_ids=segment_ids)
 
     def step():
-        module.plan_decode(workspace, *(static[name] for name in tables), segment_ids, **dims)
+        module.plan_decode(workspace, given["rows"], **dims)
         for _ in range(3):  # layers
-            module.link_decode(**static, **options)
+            module.link_decode(**given)
 
     step()
     torch.cuda.synchronize()

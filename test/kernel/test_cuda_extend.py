@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, quantise, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, packed, quantise, random_batch, relative_error, run
 
 from sgl_kernel_lazy.naive import naive_link_extend
 
@@ -173,7 +173,7 @@ def test_strided_rows():
     wide[:, :4] = batch.extend["q"]
     out = torch.full_like(wide, NAN)
     inputs = dict(batch.extend, q=wide[:, :4])
-    module.link_extend(**inputs, **batch.options, max_extend_len=batch.max_extend_len, out=out[:, :4])
+    module.link_extend(**packed(**inputs, **batch.options, max_extend_len=batch.max_extend_len, out=out[:, :4]))
     assert torch.equal(out[:, :4], expected)
     assert out[:, 4:].isnan().all()
 
@@ -184,11 +184,11 @@ def test_replays_in_a_graph():
     batch = random_batch(0, shape, [[("chunk", 2), ("new", 9), ("chunk", 2), ("new", 40)]])
     out = torch.full_like(batch.extend["q"], NAN)
     options = dict(batch.options, max_extend_len=49, out=out)
-    module.link_extend(**batch.extend, **options)
+    module.link_extend(**packed(**batch.extend, **options))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        module.link_extend(**batch.extend, **options)
+        module.link_extend(**packed(**batch.extend, **options))
     for segments in ([300, 600], [123, 456], [200]):
         batch.extend["q"].normal_()
         batch.extend["num_segments"].fill_(len(segments))

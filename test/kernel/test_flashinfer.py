@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, add_sinks, cap, check, naive, random_batch, relative_error, run
+from ragged import DEVICE, NAN, add_sinks, cap, check, naive, packed, random_batch, relative_error, run
 
 pytest.importorskip("flashinfer")
 
@@ -109,21 +109,20 @@ def test_graph_replay_follows_the_plan():
     for key, tensor in batches[0].decode.items():
         size = [max(d) for d in zip(*(b.decode[key].shape for b in batches), strict=True)]
         static[key] = tensor.new_zeros(size, dtype=torch.int32 if key == "kv_indices" else tensor.dtype)
-    names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
     sizes = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
     workspace = flashinfer.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
-    sizes["segment_ids"] = torch.full_like(static["segment_ends"], -1)
-    flashinfer.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
-    flashinfer.link_decode(**static, **options)
+    given = packed(**static, **options)
+    flashinfer.plan_decode(workspace, given["rows"], **sizes)
+    flashinfer.link_decode(**given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        flashinfer.link_decode(**static, **options)
+        flashinfer.link_decode(**given)
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
-        flashinfer.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+        flashinfer.plan_decode(workspace, given["rows"], **sizes)
         graph.replay()
         exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
         assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)

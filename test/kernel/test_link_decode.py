@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases, all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, naive, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, naive, packed, random_batch, relative_error, run
 
 from sgl_kernel_lazy import get_implementation
 
@@ -80,7 +80,7 @@ def test_empty_row_is_zero(name):
         [inputs["q"].new_full((1, 4, 64), NAN), batch.extend["q"], inputs["q"].new_full((1, 4, 64), NAN)]
     )
     lse = torch.full((3, 4), NAN, device=DEVICE)
-    out = get_implementation(name).link_decode(**inputs, **batch.options, lse=lse)
+    out = get_implementation(name).link_decode(**packed(**inputs, **batch.options, lse=lse))
     assert torch.equal(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
     assert (lse[[0, 2]] == -torch.inf).all() and lse[1].isfinite().all()
 
@@ -93,7 +93,7 @@ def test_empty_batch(name):
     for key in ("q", "num_segments", "segment_ends", "segment_offsets"):
         inputs[key] = inputs[key][:0]
     inputs["kv_indptr"] = inputs["kv_indptr"][:1]
-    assert implementation.link_decode(**inputs, **batch.options).shape == (0, 4, 64)
+    assert implementation.link_decode(**packed(**inputs, **batch.options)).shape == (0, 4, 64)
 
 
 @implementations
@@ -130,7 +130,7 @@ def test_strided_rows(name):
     wide[:, :4] = inputs["q"]
     inputs["q"] = wide[:, :4]
     out = torch.full_like(wide, NAN)
-    implementation.link_decode(**inputs, **batch.options, out=out[:, :4])
+    implementation.link_decode(**packed(**inputs, **batch.options, out=out[:, :4]))
     assert torch.equal(out[:, :4], expected)
     assert out[:, 4:].isnan().all()
 
@@ -139,7 +139,7 @@ def test_a_workspace_serves_every_smaller_batch():
     implementation = get_implementation("triton")
     batch = random_batch(6)
     workspace = implementation.decode_workspace(64, 8, 4, 2, 64, DEVICE).fill_(NAN)
-    out = implementation.link_decode(**batch.decode, **batch.options, workspace=workspace)
+    out = implementation.link_decode(**packed(**batch.decode, **batch.options, workspace=workspace))
     assert torch.equal(out, run("decode", implementation, batch)[0])
 
 
@@ -165,11 +165,12 @@ def test_graph_replay_follows_its_inputs():
     }
     options = dict(batches[0].options, workspace=implementation.decode_workspace(4, 8, 4, 2, 64, DEVICE).fill_(NAN))
     options |= dict(out=torch.full_like(static["q"], NAN), lse=torch.empty(4, 4, device=DEVICE))
-    implementation.link_decode(**static, **options)
+    given = packed(**static, **options)
+    implementation.link_decode(**given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        implementation.link_decode(**static, **options)
+        implementation.link_decode(**given)
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases, all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, packed, random_batch, relative_error, run
 
 from sgl_kernel_lazy import get_implementation
 
@@ -84,7 +84,7 @@ def test_row_that_sees_nothing_is_zero(name):
     inputs = dict(batch.extend, q_positions=batch.extend["q_positions"].clone())
     inputs["q_positions"][[0, 3]] = torch.tensor([0, 4], dtype=inputs["q_positions"].dtype, device=DEVICE)
     lse = torch.full((6, 4), NAN, device=DEVICE)
-    out = get_implementation(name).link_extend(**inputs, **batch.options, max_extend_len=6, lse=lse)
+    out = get_implementation(name).link_extend(**packed(**inputs, **batch.options, max_extend_len=6, lse=lse))
     assert torch.equal(out[[0, 3]], torch.zeros_like(out[[0, 3]]))
     assert (lse[[0, 3]] == -torch.inf).all()
     expected, _ = run("extend", get_implementation(name), batch)
@@ -130,7 +130,7 @@ def test_strided_rows(name):
     wide[:, :4] = batch.extend["q"]
     out = torch.full_like(wide, NAN)
     inputs = dict(batch.extend, q=wide[:, :4])
-    implementation.link_extend(**inputs, **batch.options, max_extend_len=batch.max_extend_len, out=out[:, :4])
+    implementation.link_extend(**packed(**inputs, **batch.options, max_extend_len=batch.max_extend_len, out=out[:, :4]))
     assert torch.equal(out[:, :4], expected)
     assert out[:, 4:].isnan().all()
 

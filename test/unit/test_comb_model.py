@@ -12,7 +12,6 @@ from oracle.comb import CROSS, KV_HEADS, LAYERS, CombOracle, build
 from research.quality.comb import Comb, save_comb
 from research.quality.llama import Llama, Shape
 from sgl_kernel_lazy import torch_impl
-from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.comb.config import CombLlamaConfig
 from sglang_lazy.comb.cross import Readers
 from sglang_lazy.comb.encoder_rows import EncoderRows
@@ -145,16 +144,9 @@ def test_tokens_without_chunks_keep_their_bits(mode, first_layer):
     residual = None if first_layer else residual
     states = hidden if first_layer else hidden + residual
     readers = [1, 3, 4]
-    none = torch.zeros(3, dtype=torch.int32)
-    if mode == "prefill":
-        kv_indptr, given = (
-            torch.tensor([0, 5, 9]),
-            dict(qo_indptr=torch.tensor([0, 1, 3]), tokens=torch.tensor(readers)),
-        )
-    else:
-        kv_indptr, given = torch.tensor([0, 0, 4, 4, 9, 11, 11]), {}
-    metadata = LinkMetadata(kv_indptr, none, none, none, none, **given)
-    changed, rest = Readers(metadata).replace(states, lambda x: x * 3 + 1, hidden, residual)
+    row_lens = torch.tensor([0, 4, 0, 5, 2, 0]) if mode == "decode" else None
+    found = Readers(torch.tensor(readers) if mode == "prefill" else None, row_lens)
+    changed, rest = found.replace(states, lambda x: x * 3 + 1, hidden, residual)
     others = [0, 2, 5]
     assert torch.equal(changed[others], hidden[others])
     assert rest is None if first_layer else torch.equal(rest[others], residual[others])

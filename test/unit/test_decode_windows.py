@@ -100,22 +100,18 @@ def test_each_row_reads_its_window(seed, for_graph, kernels):
     planned = rows.of(batch, for_graph)
     q = torch.randn(len(ROWS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
     assert {plan.window for plan in planned} == set(windows)
-    for (window, *_), (metadata, workspace) in planned.items():
+    for (window, *_), (listed, workspace) in planned.items():
         out = get_implementation("torch").link_decode(
             rotate_queries(q, seq_lens - 1, ROPE.cos_sin_cache, is_neox=True),
             keys,
             values,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            metadata.num_segments,
-            metadata.segment_ends,
-            metadata.segment_offsets,
+            listed,
             ROPE.cos_sin_cache,
             is_neox=True,
             sm_scale=HEAD_DIM**-0.5,
             workspace=workspace if kernels == "torch" else None,  # each plans in its own way
         )
-        lens = metadata.kv_indptr.diff()
+        lens = listed.kv_indptr.diff()
         assert lens.tolist() == [min(n, window or n) for n in seq_lens.tolist()]
         for row, (position, k, v) in enumerate(exact):
             n = len(position)
@@ -150,11 +146,11 @@ def test_a_row_that_pads_a_batch(kernels):
         return rows.of(batch)
 
     alone = of([(5, 102)])
-    for plan, (metadata, _) in of([(4, 1), (5, 102), (6, 1)]).items():
+    for plan, (listed, _) in of([(4, 1), (5, 102), (6, 1)]).items():
         window = plan.window
-        assert metadata.kv_indptr.diff().tolist() == [1, window, 1]
-        assert (metadata.segment_ends <= metadata.kv_indptr.diff()[:, None]).all()
-        assert torch.equal(metadata.kv_indices[1 : 1 + window], alone[plan].metadata.kv_indices[:window])
+        assert listed.kv_indptr.diff().tolist() == [1, window, 1]
+        assert (listed.segment_ends <= listed.kv_indptr.diff()[:, None]).all()
+        assert torch.equal(listed.kv_indices[1 : 1 + window], alone[plan].rows.kv_indices[:window])
 
 
 def test_layers_of_two_shapes():
@@ -169,7 +165,7 @@ def test_layers_of_two_shapes():
     batch = SimpleNamespace(batch_size=1, req_pool_indices=torch.tensor([1]), seq_lens=lens, seq_lens_cpu=lens)
     planned = DecodeRows(table, pool).of(batch)
     assert list(planned) == [layer.decode_plan for layer in (narrow, wide, few)]
-    rows = [metadata for metadata, _ in planned.values()]
+    rows = [listed for listed, _ in planned.values()]
     assert rows[0] is rows[2] is not rows[1]
     assert [call.kwargs for call in one.window_rows.mock_calls] == [{"window": 8}] and not other.window_rows.called
     dims = [dict(num_qo_heads=2, num_kv_heads=kv, head_dim=dim) for kv, dim in ((2, 32), (1, 64), (1, 32))]

@@ -9,6 +9,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sgl_kernel_lazy.rows import Rows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.model.attention import LinkAttention
@@ -43,7 +44,7 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
     ints |= {"num_segments": torch.zeros(1, dtype=torch.int32), "kv_indices": slots}
     ints["kv_indptr"] = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
     return get_implementation("torch").link_decode(
-        q, k_cache, v_cache, **ints, **options, v_scale=LinkAttention._v_scale(backend, layer)
+        q, k_cache, v_cache, Rows(**ints), **options, v_scale=LinkAttention._v_scale(backend, layer)
     )
 
 

@@ -282,9 +282,9 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     with backend.link_table.running(current):
         backend.init_forward_metadata(forward_batch)
         assert (backend.link_stock_part is None) == (len(ours) == len(requests))
-        assert (backend.link_metadata is None) == (not ours)
+        assert (backend.link_prefill is None) == (not ours)
         if ours:
-            assert len(backend.link_metadata.q_positions) == sum(req.extend_len for req in ours)
+            assert backend.link_prefill.rows.num_queries == sum(req.extend_len for req in ours)
         if len(ours) < len(requests):
             assert backend.prepared == [
                 row
@@ -327,8 +327,8 @@ def test_padding_with_a_batch_dimension(monkeypatch, name, apart):
     assert torch.equal(backend.link_pool.get_kv_buffer(0)[0][forward_batch.out_cache_loc], k)
 
 
-def test_every_kind_of_layer_is_checked_once():
-    """Layers of one kind differ only in contents, those of two in more; and probes measure with other queries."""
+def test_rows_are_checked_once_for_all_layers():
+    """And once more for probes, which measure with other queries."""
     backend, batch, forward_batch, (q, k, v) = build(BATCHES["chunks, then their prompt"], seed=0)
     kernels, model, num_layers = Mock(wraps=get_implementation("torch")), backend.link_model, 4
     kinds = [dataclasses.replace(model.layers[0], kernels=kernels, window=window) for window in (None, 8)]
@@ -341,8 +341,10 @@ def test_every_kind_of_layer_is_checked_once():
         for layer_id in model.layers:
             layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id)
             backend.forward_extend(q, k, v, layer, forward_batch)
-    assert [call.kwargs["validate"] for call in kernels.link_extend.mock_calls] == [True, True, False, False]
-    assert [call.kwargs["validate"] for call in kernels.accumulate_attention.mock_calls] == [True, False]
+    rows, probed = backend.link_prefill.rows, backend.link_probe_rows
+    assert [call.args[3] is rows for call in kernels.link_extend.mock_calls] == [True] * num_layers
+    assert [call.args[3] is probed for call in kernels.accumulate_attention.mock_calls] == [True] * 2
+    assert probed is not rows
 
 
 @pytest.mark.parametrize("name", ["chunks, then their prompt", "fills alone"])

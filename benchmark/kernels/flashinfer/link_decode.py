@@ -8,8 +8,9 @@ import triton.language as tl
 
 from benchmark.kernels.flashinfer.common import Kernel, check_supported, merge, rotate
 from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import Rows
 from sgl_kernel_lazy.triton.common import jit
-from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
 
 # Pieces of a short batch per SM and kv head, and the least number of tokens in a piece.
 FILL, MIN_PIECE = 2, 128
@@ -115,25 +116,19 @@ def decode_workspace(
 
 def plan_decode(
     workspace: Workspace,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_ids: torch.Tensor | None,
+    rows: Rows,
     *,
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
     """List a batch's items in the workspace, on the device: one launch per step, before all layers."""
-    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
-    bs, width = segment_ends.shape
+    bs, width = rows.segment_ends.shape
     items = workspace.items(bs, width)
     _items_kernel[(1,)](
-        kv_indptr, num_segments, segment_ends, segment_offsets,
+        rows.kv_indptr, rows.num_segments, rows.segment_ends, rows.segment_offsets,
         items.kv_indptr, items.rows, items.offsets, items.first,
-        bs, width, items.pieces, len(items.rows), segment_ends.stride(0), segment_offsets.stride(0),
+        bs, width, items.pieces, len(items.rows), rows.segment_ends.stride(0), rows.segment_offsets.stride(0),
         MIN_PIECE=MIN_PIECE, BLOCK=max(64, triton.next_power_of_2(bs * (width + 1))), num_warps=8,
     )  # fmt: skip
     workspace.planned = items
@@ -143,11 +138,7 @@ def link_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: Rows,
     cos_sin_cache: torch.Tensor,
     *,
     is_neox: bool,
@@ -155,7 +146,6 @@ def link_decode(
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -165,9 +155,9 @@ def link_decode(
     The first call for a batch size makes FlashInfer's plan, which copies from the host; later ones can be captured in a
     CUDA graph.
     """
-    check_decode_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids, kv_dtypes=(),
+    check_layer(
+        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=(),
     )  # fmt: skip
     check_supported("link_decode", q, k_cache, None, sinks, logit_cap)
     bs, num_qo_heads, head_dim = q.shape
@@ -178,10 +168,7 @@ def link_decode(
     if workspace is None:
         workspace = Workspace(num_kv_heads, q.device)
     if workspace.planned is None:
-        plan_decode(
-            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        )  # fmt: skip
+        plan_decode(workspace, rows, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     items = workspace.planned
     assert items is not None
     if items.kernel is None:
@@ -192,7 +179,7 @@ def link_decode(
     partial_out = torch.empty_like(rotated)
     partial_lse = torch.empty(rotated.shape[:2], dtype=torch.float32, device=q.device)
     items.kernel.run(
-        rotated, k_cache, v_cache, items.qo_indptr, items.kv_indptr, kv_indices.to(torch.int32),
+        rotated, k_cache, v_cache, items.qo_indptr, items.kv_indptr, rows.kv_indices.to(torch.int32),
         partial_out, partial_lse, sm_scale,
     )  # fmt: skip
     merge(partial_out, partial_lse, items.first, None, out, lse, at_once=MERGED)

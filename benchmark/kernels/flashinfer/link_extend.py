@@ -9,7 +9,9 @@ import torch
 from benchmark.kernels.flashinfer.common import Kernel, check_supported, merge, rotate
 from benchmark.kernels.flashinfer.items import cut_items, list_items
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.validation import check_extend_inputs
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import ExtendRows
+from sgl_kernel_lazy.validation import check_window
 
 # fa3 has tiles of 128 rows of one head, fa2 packs the heads of a group: short items suit fa2.
 FA3_ROWS = 64
@@ -44,26 +46,19 @@ class Plan:
 def plan_extend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: ExtendRows,
 ) -> Plan:
     """The plan of a batch, made on the host, which synchronizes with the device; arguments as for `link_extend`."""
     listed, order = list_items(
-        qo_indptr.cpu().numpy(), q_positions.cpu().numpy(), kv_indptr.cpu().numpy(), kv_positions.cpu().numpy(),
-        num_segments.tolist(), segment_ends.tolist(), segment_offsets.tolist(),
+        *(t.cpu().numpy() for t in (rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_positions)),
+        rows.num_segments.tolist(), rows.segment_ends.tolist(), rows.segment_offsets.tolist(),
     )  # fmt: skip
     # Both launches list all slots, so that either list is an indptr.
     items = numpy.array(listed, dtype=numpy.int32).reshape(-1, 5)
     backends = [_backend(q, items[(items[:, 1] > 0) & (items[:, 4] == causal), 1]) for causal in (0, 1)]
     items = cut_items(items, backends[0], q.shape[1], k_cache.shape[1], num_sms(q.device))
-    first_row, rows, slots, offset, causal = items.T
-    counts = [numpy.where(causal == 1, 0, rows), numpy.where(causal == 1, rows, 0)]
+    first_row, num_rows, slots, offset, causal = items.T
+    counts = [numpy.where(causal == 1, 0, num_rows), numpy.where(causal == 1, num_rows, 0)]
     kv = _indptr(slots)
     launches: list[Launch] = []
     begin = 0
@@ -105,17 +100,9 @@ def link_extend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: ExtendRows,
     cos_sin_cache: torch.Tensor,
     *,
-    max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
@@ -125,25 +112,22 @@ def link_extend(
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    validate: bool = True,
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, caches in fp16 or bf16, head_dim 64, 128 or 256.
 
     plan: this batch's, from `plan_extend`, for all layers; if None, made here, which synchronizes with the device.
     """
-    if validate:
-        check_extend_inputs(
-            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks, logit_cap, kv_dtypes=(),
-        )  # fmt: skip
-        check_supported("link_extend", q, k_cache, window, sinks, logit_cap)
+    check_layer(
+        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=(),
+    )  # fmt: skip
+    check_window(window)
+    check_supported("link_extend", q, k_cache, window, sinks, logit_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if len(q) == 0:
         return out
     if plan is None:
-        tables = (num_segments, segment_ends, segment_offsets)
-        plan = plan_extend(q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, *tables)
+        plan = plan_extend(q, k_cache, rows)
     if not plan.launches:  # no row sees anything
         out.zero_()
         if lse is not None:
@@ -152,7 +136,7 @@ def link_extend(
     rotated = rotate(q, plan.rows, plan.offsets, cos_sin_cache, is_neox)
     partial_out = torch.empty_like(rotated)
     partial_lse = torch.empty(rotated.shape[:2], dtype=torch.float32, device=q.device)
-    slots = kv_indices.to(torch.int32)
+    slots = rows.kv_indices.to(torch.int32)
 
     def run(launch: Launch) -> None:
         launch.kernel.run(

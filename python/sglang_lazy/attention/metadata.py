@@ -1,27 +1,27 @@
-"""The kernels' metadata of a batch: indices and segments, copied from the live tables before the forward pass."""
+"""The rows of a batch for the kernels: indices and segments, copied from the live tables before the forward pass."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sglang_lazy.attention.rows import LinkedBatch, row_ranges
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import DecodePlan
 
+CopyRanges = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+"""Copies slots to a tensor, which is int32: those of ranges, from `row_ranges`."""
+
 
 @dataclasses.dataclass
-class LinkMetadata:
-    """The kernel arguments for the rows of a batch that take the link path; see `sgl_kernel_lazy` for shapes.
+class DecodeTables:
+    """The memory of a decode batch's `Rows`, see there for shapes.
 
     CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
-
-    segment_ids: only for decode of whole rows, which shares reads.
-    window_kv_indices: in prefill, `kv_indices` for window layers with a pool of their own.
-    tokens: which of the batch's new tokens belong to these rows: a slice or indices.
-    checked: the `decode_plan`s whose first layer has validated the arguments.
     """
 
     kv_indptr: torch.Tensor
@@ -29,17 +29,10 @@ class LinkMetadata:
     num_segments: torch.Tensor
     segment_ends: torch.Tensor
     segment_offsets: torch.Tensor
-    segment_ids: torch.Tensor | None = None
-    qo_indptr: torch.Tensor | None = None
-    q_positions: torch.Tensor | None = None
-    kv_positions: torch.Tensor | None = None
-    window_kv_indices: torch.Tensor | None = None
-    max_extend_len: int = 0
-    tokens: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
-    checked: set[DecodePlan] = dataclasses.field(default_factory=set)
+    segment_ids: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "LinkMetadata":
+    def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "DecodeTables":
         """Allocate a snapshot for decode batches of up to `max_bs` rows and `max_kv` KV tokens."""
         device = table.ends.device
 
@@ -49,20 +42,20 @@ class LinkMetadata:
         segments = (max_bs, table.max_segments)
         return cls(ints(max_bs + 1), ints(max_kv), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
-
-    def first(self, bs: int) -> "LinkMetadata":
+    def first(self, bs: int) -> "DecodeTables":
         """A view of the first `bs` rows."""
-        return LinkMetadata(
+        return DecodeTables(
             kv_indptr=self.kv_indptr[: bs + 1],
             kv_indices=self.kv_indices,
             num_segments=self.num_segments[:bs],
             segment_ends=self.segment_ends[:bs],
             segment_offsets=self.segment_offsets[:bs],
-            segment_ids=None if self.segment_ids is None else self.segment_ids[:bs],
+            segment_ids=self.segment_ids[:bs],
         )
+
+    def rows(self, *, whole: bool) -> Rows:
+        """What has been filled in, checked.  whole: whether rows have all their tokens, so that reads may be shared."""
+        return Rows(**vars(self) if whole else vars(self) | {"segment_ids": None})
 
     def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
         """Copy the segments of a decode batch from the live table, without synchronizing with the device.
@@ -105,47 +98,64 @@ class LinkMetadata:
         if window_slots is not None:
             self.kv_indices.copy_(window_slots(kv_indices))
 
-    @classmethod
-    def of_prefill(
-        cls, current: LinkedBatch, pool_indices: torch.Tensor, table: SegmentTable
-    ) -> "tuple[LinkMetadata, list[torch.Tensor]]":
-        """The metadata of a prefill batch's linked rows, without `kv_indices`, and the `row_ranges` these rows.
 
-        pool_indices: [number of requests], the row of each in `req_to_token`.
-        """
+class PrefillRows(NamedTuple):
+    """A prefill batch's linked rows.
+
+    rows: for layers that keep the KV of all tokens.  window_rows: for window layers with a pool of their own, if any.
+    tokens: which of the batch's new tokens belong to these rows: indices, or a slice; None: all.
+    """
+
+    rows: ExtendRows
+    window_rows: ExtendRows | None = None
+    tokens: slice | torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, current: LinkedBatch, pool_indices: torch.Tensor, table: SegmentTable, copy_ranges: CopyRanges
+    ) -> "PrefillRows":
+        """The linked rows of a batch.  pool_indices: [number of requests], the row of each in `req_to_token`."""
         device = table.ends.device
         extend_lens = np.array([row.num_new for row in current.rows])
         begins = extend_lens.cumsum() - extend_lens
         tokens = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in current.linked])
-        rows = [current.rows[i] for i in current.linked]
-        kv_indptr = np.cumsum([0, *(len(row.positions) for row in rows)])
-        qo_indptr = np.cumsum([0, *(row.num_new for row in rows)])
+        linked = [current.rows[i] for i in current.linked]
+        kv_indptr = np.cumsum([0, *(len(row.positions) for row in linked)])
+        qo_indptr = np.cumsum([0, *(row.num_new for row in linked)])
         on_device: list[Any] = ints_to_device(
             [
                 kv_indptr,
                 qo_indptr,
                 current.q_positions[tokens],
-                np.concatenate([row.positions for row in rows]),
-                np.array([row.request for row in rows]),
-                *row_ranges(rows, kv_indptr[:-1]),
+                np.concatenate([row.positions for row in linked]),
+                np.array([row.request for row in linked]),
+                *row_ranges(linked, kv_indptr[:-1]),
             ],
             device,
         )
         kv_indptr, qo_indptr, q_positions, kv_positions, requests, *ranges = on_device
+        kv_indices = torch.empty_like(kv_positions)
+        copy_ranges(kv_indices, ranges)
         pool_rows = pool_indices[requests]
-        metadata = cls(
+        rows = ExtendRows(
             kv_indptr=kv_indptr,
-            kv_indices=torch.empty_like(kv_positions),
+            kv_indices=kv_indices,
             num_segments=table.num_segments[pool_rows],
             segment_ends=table.ends[pool_rows],
             segment_offsets=table.offsets[pool_rows],
             qo_indptr=qo_indptr,
             q_positions=q_positions,
             kv_positions=kv_positions,
-            max_extend_len=max(row.num_new for row in rows),
+            max_extend_len=max(row.num_new for row in linked),
         )
-        if len(rows) < len(current.rows):
-            first, last = int(tokens[0]), int(tokens[-1])
-            consecutive = last - first == len(tokens) - 1
-            metadata.tokens = slice(first, last + 1) if consecutive else to_device(tokens.astype(np.int32), device)
-        return metadata, ranges
+        window_rows, window_slots = None, table.model.window_slots
+        if window_slots is not None:
+            window_rows = dataclasses.replace(rows, kv_indices=window_slots(kv_indices).to(kv_indices.dtype))
+        return cls(rows, window_rows, None if len(linked) == len(current.rows) else _selection(tokens, device))
+
+
+def _selection(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Ascending indices, as a slice if they are consecutive."""
+    first, last = int(tokens[0]), int(tokens[-1])
+    consecutive = last - first == len(tokens) - 1
+    return slice(first, last + 1) if consecutive else to_device(tokens.astype(np.int32), device)

@@ -1,5 +1,6 @@
 """The measurements of probes: attention from the text after the last chunk, or properties of keys."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -8,9 +9,10 @@ import numpy as np
 import torch
 
 from sgl_kernel_lazy import rotate_queries
+from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
-from sglang_lazy.core.model import AttentionLayer, DecodePlan, ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, as_linked
 
@@ -34,18 +36,15 @@ def probed_layers(layers: Mapping[int, AttentionLayer]) -> set[int]:
 
 
 class ProbeSums:
-    """The attention that probes in a prefill batch sum, with the arguments of `accumulate_attention`.
+    """The attention that probes in a prefill batch sum.
 
     layers: ids of the layers to sum over.
     tokens: int32 [nnz_qo], the queries among the batch's new tokens.
-    qo_indptr, q_positions, max_extend_len: as in `link_extend`, for all linked rows; most have no query here.
     sums: float32, for each KV token of the linked rows, in their order.
-    checked: as in `LinkMetadata`.
     """
 
     def __init__(self, current: LinkedBatch, layers: Collection[int], device: torch.device):
         self.layers = layers
-        self.checked: set[DecodePlan] = set()
         self._rows = [current.rows[i] for i in current.linked]
         begins = np.cumsum([0, *(row.num_new for row in current.rows)])
         queries = []
@@ -54,8 +53,8 @@ class ProbeSums:
             queries.append(begins[i] + np.flatnonzero(row.probe is not None and new >= row.probe.query_start))
         lens = [len(tokens) for tokens in queries]
         tokens = np.concatenate(queries)
-        self.max_extend_len = max(lens)
-        self.tokens, self.q_positions, self.qo_indptr = ints_to_device(
+        self._max_extend_len = max(lens)
+        self.tokens, self._q_positions, self._qo_indptr = ints_to_device(
             [tokens, current.q_positions[tokens], np.cumsum([0, *lens])], device
         )
         num_kv = sum(len(row.positions) for row in self._rows)
@@ -67,6 +66,12 @@ class ProbeSums:
         if current is None or not any(row.probe is not None for row in current.rows):
             return None
         return cls(current, layers, torch.device(device))
+
+    def rows(self, linked: ExtendRows) -> ExtendRows:
+        """The batch's linked rows with these queries; most rows have none."""
+        return dataclasses.replace(
+            linked, qo_indptr=self._qo_indptr, q_positions=self._q_positions, max_extend_len=self._max_extend_len
+        )
 
     def deliver(self, reqs: Sequence[Any], all_reduce: AllReduce) -> None:
         """Add the sums to each probe of the batch."""

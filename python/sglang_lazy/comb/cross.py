@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from sglang_lazy.attention.metadata import LinkMetadata
+from sgl_kernel_lazy.rows import ExtendRows, Rows
+from sglang_lazy.attention.metadata import DecodeTables, PrefillRows
 from sglang_lazy.attention.rows import Pass
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.comb.encoder_rows import EncoderRows
@@ -45,16 +46,17 @@ class CrossBatch:
                 read_here(part)
         return cls(slots, current.extend_lens)
 
-    def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:
-        """Fill `metadata` for a decode step.  rows: int64 [metadata's size], including padding at the end."""
+    def decode(self, tables: DecodeTables, rows: torch.Tensor, table: SegmentTable) -> Rows:
+        """The rows of a decode step, in the memory `tables`.  rows: int64 [its size], including padding at the end."""
         lens = np.zeros(len(rows), dtype=np.int32)
         lens[: len(self.slots)] = [0 if part is None else len(part) for part in self.slots]
-        metadata.fill(rows, to_device(lens, rows.device), table)
+        tables.fill(rows, to_device(lens, rows.device), table)
         if slots := [part for part in self.slots if part is not None]:
-            torch.cat(slots, out=metadata.kv_indices[: lens.sum()])
+            torch.cat(slots, out=tables.kv_indices[: lens.sum()])
+        return tables.rows(whole=True)
 
-    def prefill(self, table: SegmentTable) -> LinkMetadata:
-        """The metadata of the rows with chunks. It has no segments, since keys are not rotated."""
+    def prefill(self, table: SegmentTable) -> PrefillRows:
+        """The rows with chunks. They have no segments, since keys are not rotated."""
         assert self.extend_lens is not None
         rows = [(i, part) for i, part in enumerate(self.slots) if part is not None]
         begins = np.cumsum([0, *self.extend_lens])
@@ -73,7 +75,7 @@ class CrossBatch:
         )
         kv_indptr, qo_indptr, q_positions, kv_positions, no_segments = parts
         everybody = len(tokens) == begins[-1]
-        return LinkMetadata(
+        extend_rows = ExtendRows(
             kv_indptr=kv_indptr,
             kv_indices=torch.cat([part for _, part in rows]),
             num_segments=no_segments,
@@ -83,20 +85,18 @@ class CrossBatch:
             q_positions=q_positions,
             kv_positions=kv_positions,
             max_extend_len=max(num_new),
-            tokens=slice(None) if everybody else to_device(tokens, table.ends.device),
         )
+        return PrefillRows(extend_rows, tokens=None if everybody else to_device(tokens, table.ends.device))
 
 
 class Readers:
-    """The new tokens of a batch that read chunks.
+    """The new tokens of a batch that read chunks."""
 
-    tokens: in prefill, their indices: a slice for all, or int64.
-    row_lens: in decode, [bs], how many KV tokens of chunks each row reads; only the device knows which read any.
-    """
-
-    def __init__(self, metadata: LinkMetadata):
-        self.tokens = metadata.tokens
-        self.row_lens = metadata.kv_indptr.diff() if metadata.qo_indptr is None else None
+    def __init__(self, tokens: slice | torch.Tensor | None = None, row_lens: torch.Tensor | None = None):
+        """tokens: in prefill, their indices, int64; None: all.
+        row_lens: in decode, [bs], how many KV tokens of chunks each row reads; only the device knows which read any.
+        """
+        self.tokens, self.row_lens = tokens, row_lens
 
     def replace(
         self,
@@ -115,7 +115,7 @@ class Readers:
             if residual is None:
                 return torch.where(reads, changed, hidden), None
             return hidden.masked_fill(reads, 0), torch.where(reads, changed, residual)
-        if isinstance(self.tokens, slice):
+        if self.tokens is None:
             return change(states), None
         changed = change(states[self.tokens])
         if residual is None:
@@ -126,15 +126,16 @@ class Readers:
 class CrossReader:
     """Attention of the cross layers over the chunks of the current batch.
 
-    metadata: of the batch; None if none of its requests reads chunks.
+    prefill, decode: the rows of the batch in a prefill or decode step; None if none of its requests reads chunks.
     """
 
     def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
         """dtype: of queries.  kv_buffer: returns K and V of a cross layer after waiting for loads from the host."""
-        self.metadata: LinkMetadata | None = None
+        self.prefill: PrefillRows | None = None
+        self.decode: Rows | None = None
         layer, device = table.model.layers[0], table.ends.device
         self.table, self._kv_buffer, self._ops = table, kv_buffer, layer.kernels
-        self._graph_metadata: LinkMetadata | None = None
+        self._graph_tables: DecodeTables | None = None
         self._dims = layer.decode_plan.dims
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
         # Run both kernels once with one token, so that no request waits for their compilation.
@@ -143,84 +144,52 @@ class CrossReader:
         q, k, v = torch.zeros(1, sum(heads), layer.head_dim, dtype=dtype, device=device).split(heads, dim=1)
         EncoderRows([1], False, self._ops, layer.rope).attend(q, k, v, 1.0)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
-        self.metadata = CrossBatch([slot], [1]).prefill(table)
+        self.prefill = CrossBatch([slot], [1]).prefill(table)
         self.attend(0, q)
-        self.metadata = None
+        self.prefill = None
 
     def describe(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
         """Prepare for a batch, None if nothing in it reads chunks.  pool_indices: int64, its rows, with padding."""
-        self.metadata = None
+        self.prefill = self.decode = None
         if current is None:
             return
         if current.extend_lens is not None:
-            self.metadata = current.prefill(self.table)
+            self.prefill = current.prefill(self.table)
             return
         num_kv = sum(len(part) for part in current.slots if part is not None)
-        self._plan(current, LinkMetadata.allocate(len(pool_indices), num_kv, self.table), pool_indices)
+        self._plan(current, DecodeTables.allocate(len(pool_indices), num_kv, self.table), pool_indices)
 
     def allocate_for_graphs(self, max_bs: int, max_context: int) -> None:
-        """Allocate metadata for decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
-        self._graph_metadata = LinkMetadata.allocate(max_bs, max_bs * max_context, self.table)
+        """Allocate the tables of decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
+        self._graph_tables = DecodeTables.allocate(max_bs, max_bs * max_context, self.table)
 
     def describe_for_graph(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
         """`describe` into the memory that decode graphs read."""
-        self.metadata = None
+        self.prefill = self.decode = None
         if current is not None:
-            assert self._graph_metadata is not None
-            self._plan(current, self._graph_metadata.first(len(pool_indices)), pool_indices)
+            assert self._graph_tables is not None
+            self._plan(current, self._graph_tables.first(len(pool_indices)), pool_indices)
 
-    def _plan(self, current: CrossBatch, metadata: LinkMetadata, pool_indices: torch.Tensor) -> None:
-        current.fill_decode(metadata, pool_indices, self.table)
-        self.metadata = metadata
-        self._ops.plan_decode(
-            self._workspace,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            metadata.num_segments,
-            metadata.segment_ends,
-            metadata.segment_offsets,
-            metadata.segment_ids,
-            **self._dims,
-        )
+    def _plan(self, current: CrossBatch, tables: DecodeTables, pool_indices: torch.Tensor) -> None:
+        self.decode = current.decode(tables, pool_indices, self.table)
+        self._ops.plan_decode(self._workspace, self.decode, **self._dims)
 
     def readers(self) -> Readers | None:
         """The new tokens that read chunks; None if none does."""
-        return None if self.metadata is None else Readers(self.metadata)
+        if self.decode is not None:
+            return Readers(row_lens=self.decode.kv_indptr.diff())
+        return None if self.prefill is None else Readers(self.prefill.tokens)
 
     def attend(self, index: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of the readers' tokens over all of their chunks.
 
         index: the cross layer.  q: [number of tokens, num_qo_heads, head_dim].
         """
-        metadata = self.metadata
-        assert metadata is not None
-        layer, caches = self.table.model.layers[index], self._kv_buffer(index)
-        rope = layer.rope
+        rope, caches = self.table.model.layers[index].rope, self._kv_buffer(index)
         options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
-        rows = (metadata.num_segments, metadata.segment_ends, metadata.segment_offsets, rope.cos_sin_cache)
-        if metadata.qo_indptr is None:
+        if self.decode is not None:
             return self._ops.link_decode(
-                q,
-                *caches,
-                metadata.kv_indptr,
-                metadata.kv_indices,
-                *rows,
-                workspace=self._workspace,
-                segment_ids=metadata.segment_ids,
-                **options,
+                q, *caches, self.decode, rope.cos_sin_cache, workspace=self._workspace, **options
             )
-        out = self._ops.link_extend(
-            q,
-            *caches,
-            metadata.qo_indptr,
-            metadata.q_positions,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            metadata.kv_positions,
-            *rows,
-            max_extend_len=metadata.max_extend_len,
-            validate=layer.decode_plan not in metadata.checked,
-            **options,
-        )
-        metadata.checked.add(layer.decode_plan)
-        return out
+        assert self.prefill is not None
+        return self._ops.link_extend(q, *caches, self.prefill.rows, rope.cos_sin_cache, **options)

@@ -6,6 +6,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.core.device import ints_to_device
 from sglang_lazy.core.model import LayerRope
 
@@ -18,10 +19,10 @@ class EncoderRows:
 
     def __init__(self, lens: Sequence[int], causal: bool, kernels: ModuleType, rope: LayerRope):
         """rope: with angles of zero, since the model has rotated queries and keys already."""
-        self._kernels, self._rope, self._max_len = kernels, rope, max(lens)
+        self._kernels, self._rope = kernels, rope
         device, positions = rope.cos_sin_cache.device, np.concatenate([np.arange(n) for n in lens])
         last = np.repeat(np.array(lens) - 1, lens)
-        self._indptr, self._positions, self._q_positions, self._indices, self._none = ints_to_device(
+        indptr, kv_positions, q_positions, kv_indices, none = ints_to_device(
             [
                 np.cumsum([0, *lens]),
                 positions,
@@ -31,28 +32,20 @@ class EncoderRows:
             ],
             device,
         )
-        self.positions = self._positions.to(torch.int64)
-        self._checked = False
+        self.positions = kv_positions.to(torch.int64)
+        self._rows = ExtendRows(
+            kv_indptr=indptr,
+            kv_indices=kv_indices,
+            num_segments=none,
+            segment_ends=none[:, None],
+            segment_offsets=none[:, None],
+            qo_indptr=indptr,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            max_extend_len=max(lens),
+        )
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
         """Attention output.  q: [number of tokens, num_qo_heads, head_dim]; k, v: with num_kv_heads instead."""
-        out = self._kernels.link_extend(
-            q,
-            k,
-            v,
-            self._indptr,
-            self._q_positions,
-            self._indptr,
-            self._indices,
-            self._positions,
-            self._none,
-            self._none[:, None],
-            self._none[:, None],
-            self._rope.cos_sin_cache,
-            max_extend_len=self._max_len,
-            is_neox=self._rope.is_neox,
-            sm_scale=sm_scale,
-            validate=not self._checked,
-        )
-        self._checked = True
-        return out
+        table, is_neox = self._rope.cos_sin_cache, self._rope.is_neox
+        return self._kernels.link_extend(q, k, v, self._rows, table, is_neox=is_neox, sm_scale=sm_scale)

@@ -1,10 +1,14 @@
 """Decode over cached chunks in CUDA; a chunk that several requests share is read once for all of them."""
 
+import functools
+from typing import Any
+
 import torch
 
 from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import Rows
 
 # A chunk is read once for all its users, rather than by each, if that saves this many reads: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
@@ -65,12 +69,7 @@ def decode_workspace(
 
 def plan_decode(
     workspace: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_ids: torch.Tensor | None,
+    rows: Rows,
     *,
     num_qo_heads: int,
     num_kv_heads: int,
@@ -80,11 +79,31 @@ def plan_decode(
 
     Same contract as `sgl_kernel_lazy.torch_impl.plan_decode`.
     """
-    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, workspace.device)
-    segment_ids = torch.full_like(segment_ends, -1) if segment_ids is None else segment_ids
+    segment_ids = torch.full_like(rows.segment_ends, -1) if rows.segment_ids is None else rows.segment_ids
     load_module("plan_decode").plan_decode(
-        workspace, kv_indptr, num_segments, segment_ends, segment_offsets, segment_ids,
+        workspace, rows.kv_indptr, rows.num_segments, rows.segment_ends, rows.segment_offsets, segment_ids,
         num_qo_heads, num_kv_heads, head_dim, num_sms(workspace.device), MIN_SAVED_TOKENS, SPAN,
+    )  # fmt: skip
+
+
+@functools.cache
+def _module(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    is_neox: bool,
+    capped: bool,
+) -> Any:
+    """The kernels for such a layer. Raises ValueError where there are none."""
+    if reason := refusal(dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
+        raise ValueError(f"link_decode: {reason}")
+    return load_module(
+        "link_decode",
+        dtype=CTYPES[dtype], kv_fp8=KV_FP8.get(kv_dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
+        is_neox=int(is_neox), capped=int(capped),
     )  # fmt: skip
 
 
@@ -92,11 +111,7 @@ def link_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: Rows,
     cos_sin_cache: torch.Tensor,
     *,
     is_neox: bool,
@@ -104,7 +119,6 @@ def link_decode(
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -116,33 +130,24 @@ def link_decode(
     With workspace and out, the call allocates nothing and does not synchronize with the device, so it can be captured
     in a CUDA graph, with the plan inside or outside of it.
     """
-    check_decode_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids,
+    check_layer(
+        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if bs == 0:
         return out
-    num_kv_heads, max_segments, rotary_dim = k_cache.shape[1], segment_ends.shape[1], cos_sin_cache.shape[1]
-    if reason := refusal(q.dtype, k_cache.dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
-        raise ValueError(f"link_decode: {reason}")
-    kv_indices = kv_indices.to(torch.int32)
+    num_kv_heads, rotary_dim = k_cache.shape[1], cos_sin_cache.shape[1]
+    kinds = (q.dtype, k_cache.dtype)
+    module = _module(*kinds, num_qo_heads, num_kv_heads, head_dim, rotary_dim, is_neox, logit_cap is not None)
     if workspace is None:
-        workspace = decode_workspace(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
-        plan_decode(
-            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        )  # fmt: skip
+        workspace = decode_workspace(bs, rows.max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
+        plan_decode(workspace, rows, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     if sinks is not None and sinks.dtype != q.dtype:
         sinks = sinks.to(torch.float32)
-    module = load_module(
-        "link_decode",
-        dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox), capped=int(logit_cap is not None),
-    )  # fmt: skip
     module.link_decode(
-        q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, sinks, out, lse,
-        sm_scale, v_scale, logit_cap or 0.0, num_sms(q.device),
+        q, k_cache, v_cache, rows.kv_indices.to(torch.int32), rows.max_segments, cos_sin_cache, workspace, sinks,
+        out, lse, sm_scale, v_scale, logit_cap or 0.0, num_sms(q.device),
     )  # fmt: skip
     return out

@@ -1,10 +1,15 @@
 """Prefill of new text over cached chunks in CUDA."""
 
+import functools
+from typing import Any
+
 import torch
 
 from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.validation import check_extend_inputs
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import ExtendRows
+from sgl_kernel_lazy.validation import check_window
 
 # Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have only small items.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
@@ -42,6 +47,7 @@ def _blocks(head_dim: int, max_packed_rows: int, window: int | None) -> tuple[in
     return SMALL_BLOCK_M if head_dim == 256 or max_packed_rows <= SMALL_BLOCK_M else BLOCK_M, BLOCK_N[head_dim]
 
 
+@functools.lru_cache(maxsize=1024)
 def _room(
     block_m: int,
     bs: int,
@@ -67,21 +73,34 @@ def _room(
     return items + sms, 2 * sms
 
 
+@functools.cache
+def _module(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    max_segments: int,
+    is_neox: bool,
+    windowed: bool,
+    capped: bool,
+) -> Any:
+    """The kernels for such a layer. Raises ValueError where there are none."""
+    if reason := refusal(dtype, kv_dtype, head_dim, rotary_dim, max_segments, windowed):
+        raise ValueError(f"link_extend: {reason}")
+    return load_module(
+        "link_extend",
+        dtype=CTYPES[dtype], kv_fp8=KV_FP8.get(kv_dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
+        is_neox=int(is_neox), windowed=int(windowed), capped=int(capped),
+    )  # fmt: skip
+
+
 def link_extend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: ExtendRows,
     cos_sin_cache: torch.Tensor,
     *,
-    max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
@@ -90,32 +109,30 @@ def link_extend(
     logit_cap: float | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    validate: bool = True,
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16; without device synchronization.
 
     Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches are for head_dim 64
     and 128; queries and weights are then multiplied as fp16.
     """
-    if validate:
-        check_extend_inputs(
-            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks, logit_cap,
-        )  # fmt: skip
-        rotary_dim, max_segments = cos_sin_cache.shape[1], segment_ends.shape[1]
-        if reason := refusal(q.dtype, k_cache.dtype, q.shape[2], rotary_dim, max_segments, window is not None):
-            raise ValueError(f"link_extend: {reason}")
+    check_layer(
+        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse,
+    )  # fmt: skip
+    check_window(window)
     nnz_qo, num_qo_heads, head_dim = q.shape
     num_kv_heads, rotary_dim = k_cache.shape[1], cos_sin_cache.shape[1]
+    windowed, capped = window is not None, logit_cap is not None
+    module = _module(q.dtype, k_cache.dtype, head_dim, rotary_dim, rows.max_segments, is_neox, windowed, capped)
+    max_extend_len, nnz_kv = rows.max_extend_len, rows.kv_indices.shape[0]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
     sms, group_size = num_sms(q.device), num_qo_heads // num_kv_heads
-    max_seen = kv_indices.shape[0] if window is None else min(kv_indices.shape[0], window + BLOCK_M)
+    max_seen = nnz_kv if window is None else min(nnz_kv, window + BLOCK_M)
     block_m, block_n = _blocks(head_dim, max_extend_len * group_size, window)
     max_items, max_partials = _room(
-        block_m, num_segments.shape[0], nnz_qo, max_seen, max_extend_len, group_size, num_kv_heads, head_dim, sms
+        block_m, rows.bs, nnz_qo, max_seen, max_extend_len, group_size, num_kv_heads, head_dim, sms
     )
     partial_out = partial_lse = None
     if max_partials > 0:
@@ -123,14 +140,10 @@ def link_extend(
         partial_lse = torch.empty(max_partials, block_m, dtype=torch.float32, device=q.device)
     if sinks is not None and sinks.dtype != q.dtype:
         sinks = sinks.to(torch.float32)
-    module = load_module(
-        "link_extend",
-        dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox), windowed=int(window is not None), capped=int(logit_cap is not None),
-    )  # fmt: skip
     module.link_extend(
-        q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, sinks, out, lse, partial_out, partial_lse, block_m, block_n, max_items, sms,
+        q, k_cache, v_cache, rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
+        rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache, sinks, out, lse,
+        partial_out, partial_lse, block_m, block_n, max_items, sms,
         sm_scale, v_scale, window or NO_WINDOW, logit_cap or 0.0,
     )  # fmt: skip
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import ExtendRows
 from sgl_kernel_lazy.triton.common import (
     accumulator,
     block_sizes,
@@ -22,7 +24,7 @@ from sgl_kernel_lazy.triton.common import (
     softmax_step,
     table_block,
 )
-from sgl_kernel_lazy.validation import check_accumulate_inputs
+from sgl_kernel_lazy.validation import check_tensor
 
 # Bytes of a tile of keys, and of a tile of queries at most; how many programs per SM the KV tokens are split for, and
 # into how many splits at most.
@@ -202,39 +204,29 @@ def accumulate_attention(
     sums: torch.Tensor,
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: ExtendRows,
     cos_sin_cache: torch.Tensor,
     *,
-    max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
-    validate: bool = True,
 ) -> None:
     """Same contract as `sgl_kernel_lazy.torch_impl.accumulate_attention`, fp8 caches with fp16 and bf16 queries; never
     waits for the device.
 
     It allocates one number per query row, head and split of the KV tokens, of which there are at most MAX_SPLITS.
     """
-    if validate:
-        check_accumulate_inputs(
-            sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks,
-            logit_cap, kv_dtypes(q.dtype),
-        )  # fmt: skip
+    check_layer(
+        q, k_cache, k_cache, rows, cos_sin_cache, sm_scale,
+        sinks=sinks, logit_cap=logit_cap, kv_dtypes=kv_dtypes(q.dtype),
+    )  # fmt: skip
+    check_tensor("sums", sums, (None,), (torch.float32,), rows.device)
     nnz_qo, num_qo_heads, head_dim = q.shape
-    nnz_kv = kv_indices.shape[0]
+    nnz_kv, max_extend_len = rows.kv_indices.shape[0], rows.max_extend_len
     if nnz_qo == 0 or max_extend_len == 0 or nnz_kv == 0:
         return
-    bs, num_kv_heads = num_segments.shape[0], k_cache.shape[1]
+    bs, num_kv_heads = rows.bs, k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
     acc, acc_dtype = accumulator(q.dtype)
     blocks, launch = _tiles(max_extend_len * group, head_dim, q.dtype)
@@ -242,26 +234,26 @@ def accumulate_attention(
     num_splits = _num_splits(
         bs, row_tiles, triton.cdiv(nnz_kv, bs * blocks["BLOCK_N"]), num_kv_heads, num_sms(q.device)
     )
-    rows = (
-        qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-        num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    tensors = (
+        rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
+        rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache,
     )  # fmt: skip
     strides = (
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
-        segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
+        rows.segment_ends.stride(0), rows.segment_offsets.stride(0), cos_sin_cache.stride(0),
     )  # fmt: skip
     constants = dict(
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
+        **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_SEGMENTS=table_block(rows.max_segments, least=16),
         **blocks, **launch,
     )  # fmt: skip
     partial_lse = torch.empty(num_splits, nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)
     _lse_kernel[(row_tiles, num_kv_heads, bs * num_splits)](
-        q, k_cache, partial_lse, *rows, nnz_qo, num_splits, *strides, **constants
+        q, k_cache, partial_lse, *tensors, nnz_qo, num_splits, *strides, **constants
     )
     lse = partial_lse.logsumexp(0)
     if sinks is not None:
         lse = lse.logaddexp(sinks.to(acc_dtype))
     _sum_kernel[(triton.cdiv(nnz_kv, blocks["BLOCK_N"]), bs)](
-        sums, q, k_cache, lse, *rows, *strides, NUM_KV_HEADS=num_kv_heads, **constants
+        sums, q, k_cache, lse, *tensors, *strides, NUM_KV_HEADS=num_kv_heads, **constants
     )

@@ -1,5 +1,6 @@
 """Device functions shared by the ops: rotating a query tile, online softmax, merging partial results."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,12 +36,14 @@ def operand_size(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float32 else dtype.itemsize
 
 
+@functools.cache
 def block_sizes(head_dim: int, dtype: torch.dtype, tile_bytes: int) -> dict[str, int]:
     """BLOCK_D, and the BLOCK_N (16 to 128) that makes a tile of keys tile_bytes large."""
     block_d = triton.next_power_of_2(head_dim)
     return dict(BLOCK_D=block_d, BLOCK_N=min(128, max(16, tile_bytes // (block_d * operand_size(dtype)))))
 
 
+@functools.cache
 def table_block(length: int, least: int) -> int:
     """A power of two that holds `length` table entries, at least `least`, so that few variants are compiled."""
     return max(least, triton.next_power_of_2(max(1, length)))

@@ -1,5 +1,6 @@
 """Decode over cached chunks: split-KV attention whose query tile is rotated back for each chunk."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,8 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms, shared_memory
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import Rows
 from sgl_kernel_lazy.triton.common import (
     accumulate,
     accumulator,
@@ -22,7 +25,7 @@ from sgl_kernel_lazy.triton.common import (
     share_beside_sink,
     table_block,
 )
-from sgl_kernel_lazy.validation import check_decode_inputs, check_rows, check_tensor
+from sgl_kernel_lazy.validation import check_tensor
 
 
 class Launch(NamedTuple):
@@ -46,6 +49,7 @@ USUAL, WIDE = Launch(8192, 2, 5, 4), Launch(32768, 8, 5, 1)
 WIDE_SHARED_MEMORY = 160 << 10  # bytes
 
 
+@functools.cache
 def _launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> Launch:
     wide = head_dim > 256 and operand_size(dtype) == 2 and shared_memory(device) >= WIDE_SHARED_MEMORY
     return WIDE if wide else USUAL
@@ -157,6 +161,7 @@ def _merge_kernel(
         tl.store(lse + b.to(tl.int64) * stride_lse_row + head, result_lse)
 
 
+@functools.cache
 def _plan(
     num_qo_heads: int,
     num_kv_heads: int,
@@ -191,30 +196,20 @@ def decode_workspace(
 
 def plan_decode(
     workspace: torch.Tensor | None,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    segment_ids: torch.Tensor | None,
+    rows: Rows,
     *,
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    """Only check the arguments, since each program finds its span by itself."""
-    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
+    """Do nothing: each program finds its span by itself."""
 
 
 def link_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: Rows,
     cos_sin_cache: torch.Tensor,
     *,
     is_neox: bool,
@@ -222,7 +217,6 @@ def link_decode(
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
     logit_cap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -232,9 +226,9 @@ def link_decode(
     With workspace and out, the call allocates nothing; the grid depends only on shapes and there is no device
     synchronization, so it can be captured in a CUDA graph.
     """
-    check_decode_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids, kv_dtypes(q.dtype),
+    check_layer(
+        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=kv_dtypes(q.dtype),
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -245,30 +239,30 @@ def link_decode(
     launch = _launch(head_dim, q.dtype, q.device)
     block_h, num_spans = _plan(num_qo_heads, num_kv_heads, launch.programs, q.device)
     if workspace is None:
-        workspace = decode_workspace(bs, segment_ends.shape[1], num_qo_heads, num_kv_heads, head_dim, q.device)
+        workspace = decode_workspace(bs, rows.max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
     check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
-    rows = (num_spans + bs) * num_qo_heads
-    if workspace.numel() < rows * (head_dim + 2):
-        raise ValueError(f"workspace: expected at least {rows * (head_dim + 2)} elements, got {workspace.numel()}")
+    parts = (num_spans + bs) * num_qo_heads
+    if workspace.numel() < parts * (head_dim + 2):
+        raise ValueError(f"workspace: expected at least {parts * (head_dim + 2)} elements, got {workspace.numel()}")
     acc, acc_dtype = accumulator(q.dtype)
     # An lse takes two elements of the workspace if it is float64, else one.
-    partial_out, partial_lse = workspace[: rows * (head_dim + 2)].split([rows * head_dim, rows * 2])
+    partial_out, partial_lse = workspace[: parts * (head_dim + 2)].split([parts * head_dim, parts * 2])
     partial_lse = partial_lse.view(acc_dtype)
 
     blocks = block_sizes(head_dim, q.dtype, launch.tile_bytes)
     _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), num_spans)](
         q, k_cache, v_cache, partial_out, partial_lse,
-        kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        rows.kv_indptr, rows.kv_indices, rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache,
         bs, v_scale,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
+        rows.segment_ends.stride(0), rows.segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
         **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_H=block_h, **blocks,
-        BLOCK_BS=table_block(bs, least=128), BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
+        BLOCK_BS=table_block(bs, least=128), BLOCK_SEGMENTS=table_block(rows.max_segments, least=16),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
-        partial_out, partial_lse, sinks, out, lse, kv_indptr, bs, num_spans,
+        partial_out, partial_lse, sinks, out, lse, rows.kv_indptr, bs, num_spans,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
         HEAD_DIM=head_dim, ACC=acc, **blocks, BLOCK_S=64, num_warps=4,
     )  # fmt: skip

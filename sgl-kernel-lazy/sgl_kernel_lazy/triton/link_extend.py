@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms, shared_memory
+from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.rows import ExtendRows
 from sgl_kernel_lazy.triton.common import (
     accumulator,
     block_sizes,
@@ -20,7 +22,7 @@ from sgl_kernel_lazy.triton.common import (
     table_block,
 )
 from sgl_kernel_lazy.triton.extend_runs import attend_masked, attend_seen, rotated_queries, seen_bounds
-from sgl_kernel_lazy.validation import check_extend_inputs
+from sgl_kernel_lazy.validation import check_window
 
 MAX_SPLITS = 64
 # Microseconds of an earlier kernel on an H200, whose SMs ran one program at a time: per 128 KV tokens, to begin and end
@@ -205,6 +207,7 @@ def _plan(
     return block_m, min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
 
 
+@functools.cache
 def _launch(block_m: int, head_dim: int, device: torch.device) -> dict[str, int]:
     """Warps and stages: three stages keep two tiles in flight, two stages one; unlike in link_decode.py, loading slots
     takes no stage."""
@@ -216,6 +219,7 @@ def _launch(block_m: int, head_dim: int, device: torch.device) -> dict[str, int]
     )
 
 
+@functools.cache
 def _tile_bytes(block_m: int, device: torch.device) -> int:
     wide = block_m == WIDE_BLOCK_M and shared_memory(device) >= WIDE_SHARED_MEMORY
     return WIDE_TILE_BYTES if wide else TILE_BYTES
@@ -225,17 +229,9 @@ def link_extend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    q_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_positions: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
+    rows: ExtendRows,
     cos_sin_cache: torch.Tensor,
     *,
-    max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
@@ -244,19 +240,17 @@ def link_extend(
     logit_cap: float | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    validate: bool = True,
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, fp8 caches with fp16 and bf16 queries; never waits for
     the device.
     """
-    if validate:
-        check_extend_inputs(
-            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks, logit_cap, kv_dtypes(q.dtype),
-        )  # fmt: skip
+    check_layer(
+        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=kv_dtypes(q.dtype),
+    )  # fmt: skip
+    check_window(window)
     nnz_qo, num_qo_heads, head_dim = q.shape
-    bs = num_segments.shape[0]
+    bs, nnz_kv, max_extend_len = rows.bs, rows.kv_indices.shape[0], rows.max_extend_len
     num_kv_heads = k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -264,7 +258,7 @@ def link_extend(
         return out
     acc, acc_dtype = accumulator(q.dtype)
     block_m, num_splits = _plan(
-        bs, nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
+        bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim,
         head_dim * operand_size(q.dtype), num_sms(q.device),
     )  # fmt: skip
     if window is not None:
@@ -276,16 +270,16 @@ def link_extend(
     blocks = block_sizes(head_dim, q.dtype, _tile_bytes(block_m, q.device))
     _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
         q, k_cache, v_cache, sinks, target, target_lse,
-        qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-        num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
+        rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache,
         nnz_qo, num_splits, v_scale,
         q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1),
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
-        segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
+        rows.segment_ends.stride(0), rows.segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
         STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0), **score_scales(sm_scale, logit_cap),
         WINDOW=window or 0, ACC=acc, SPLIT=num_splits > 1,
-        BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
+        BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(rows.max_segments, least=16),
         **_launch(block_m, head_dim, q.device),
     )  # fmt: skip
     if num_splits > 1:

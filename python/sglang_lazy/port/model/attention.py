@@ -5,6 +5,7 @@ a whole, see `LinkedBatch.linked`. SGLang often checks a backend's name and clas
 and gives the instance a subclass of its class.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_lazy.attention.metadata import LinkMetadata
+from sgl_kernel_lazy.rows import ExtendRows
+from sglang_lazy.attention.metadata import PrefillRows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan
 from sglang_lazy.port.graphs import batch_of_graph
@@ -30,14 +32,16 @@ class KeysStored(Exception):
 class LinkAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_link_path`.
 
-    link_metadata, link_stock_part: the two parts of the current prefill batch, None for one that is empty.
-    link_planned: the rows of the current decode batch, by plan. All three are None if the batch is entirely SGLang's.
+    link_prefill, link_stock_part: the two parts of the current prefill batch, None for one that is empty.
+    link_probe_rows: the linked rows with the queries of the batch's probes, if any.
+    link_planned: the rows of the current decode batch, by plan. All are None if the batch is entirely SGLang's.
     link_window_slots: slots of the new tokens in the pool of window layers, if these have their own.
     """
 
     def init_link_path(self, runner: Any, table: SegmentTable) -> None:
         """Set up the link path for a `ModelRunner` whose model is loaded."""
-        self.link_metadata: LinkMetadata | None = None
+        self.link_prefill: PrefillRows | None = None
+        self.link_probe_rows: ExtendRows | None = None
         self.link_stock_part: StockPart | None = None
         self.link_planned: dict[DecodePlan, PlannedRows] | None = None
         self.link_window_slots: torch.Tensor | None = None
@@ -61,19 +65,22 @@ class LinkAttention(AttentionBackend):
         zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
         copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
         layer = self.link_model.layers[attn.layer_id]
+        rows = ExtendRows(
+            kv_indptr=indptr,
+            kv_indices=zero,
+            num_segments=zero,
+            segment_ends=self.link_table.ends[:1],
+            segment_offsets=self.link_table.offsets[:1],
+            qo_indptr=indptr,
+            q_positions=zero,
+            kv_positions=zero,
+            max_extend_len=1,
+        )
         sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if layer.sinks else None
         layer.kernels.link_extend(
             torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
             *self.link_pool.get_kv_buffer(attn.layer_id),
-            indptr,
-            zero,
-            indptr,
-            zero,
-            zero,
-            zero,
-            self.link_table.ends[:1],
-            self.link_table.offsets[:1],
-            max_extend_len=1,
+            rows,
             window=layer.window,
             v_scale=self._v_scale(attn),
             **self._options(attn, sinks),
@@ -82,7 +89,7 @@ class LinkAttention(AttentionBackend):
     # Metadata
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self.link_metadata = self.link_stock_part = self.link_planned = None
+        self.link_prefill = self.link_probe_rows = self.link_stock_part = self.link_planned = None
         current = self.link_table.current
         if current is None:
             return super().init_forward_metadata(forward_batch)
@@ -92,15 +99,14 @@ class LinkAttention(AttentionBackend):
         if not current.rows:
             self.link_planned = self.link_decode.of(forward_batch)
             return
+        pool_indices = forward_batch.req_pool_indices
+        copy_ranges = functools.partial(self._copy_ranges, pool_indices)
         if len(current.linked):
-            pool_indices = forward_batch.req_pool_indices
-            self.link_metadata, ranges = LinkMetadata.of_prefill(current, pool_indices, self.link_table)
-            kv_indices = self.link_metadata.kv_indices
-            self._copy_ranges(kv_indices, forward_batch, ranges)
-            if window_slots is not None:
-                self.link_metadata.window_kv_indices = window_slots(kv_indices).to(kv_indices.dtype)
+            self.link_prefill = PrefillRows.of(current, pool_indices, self.link_table, copy_ranges)
+            if (probes := self.link_table.probes) is not None:
+                self.link_probe_rows = probes.rows(self.link_prefill.rows)
         if len(current.linked) < len(current.rows):
-            self.link_stock_part = part = StockPart.of(forward_batch, current, self._copy_ranges)
+            self.link_stock_part = part = StockPart.of(forward_batch, current, copy_ranges)
             with part.shown_to(self.link_rows.req_to_token):
                 super().init_forward_metadata(part.batch)
 
@@ -112,7 +118,7 @@ class LinkAttention(AttentionBackend):
         )
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        self.link_metadata = self.link_stock_part = self.link_planned = None
+        self.link_prefill = self.link_probe_rows = self.link_stock_part = self.link_planned = None
         if batch_of_graph(self.link_table, in_capture) is None:
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_planned = self.link_decode.of(forward_batch, for_graph=True)
@@ -127,10 +133,10 @@ class LinkAttention(AttentionBackend):
         if self.link_planned is None:
             super().init_forward_metadata_in_graph(forward_batch)
 
-    def _copy_ranges(self, out: torch.Tensor, forward_batch: ForwardBatch, ranges: Sequence[torch.Tensor]) -> None:
+    def _copy_ranges(self, pool_indices: torch.Tensor, out: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
         """Copy the slots of `ranges` to `out`.  ranges: from `row_ranges`, on the device."""
         requests, *ranges = ranges
-        copy_slots(self.link_rows.req_to_token, out, forward_batch.req_pool_indices[requests], *ranges)
+        copy_slots(self.link_rows.req_to_token, out, pool_indices[requests], *ranges)
 
     # Attention
 
@@ -139,16 +145,12 @@ class LinkAttention(AttentionBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         q, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         described = self.link_model.layers[layer.layer_id]
-        metadata, workspace = self.link_planned[described.decode_plan]
+        rows, workspace = self.link_planned[described.decode_plan]
         out = described.kernels.link_decode(
             q,
             k_cache,
             v_cache,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            metadata.num_segments,
-            metadata.segment_ends,
-            metadata.segment_offsets,
+            rows,
             workspace=workspace,
             v_scale=self._v_scale(layer),
             **options,
@@ -159,8 +161,8 @@ class LinkAttention(AttentionBackend):
         if layer.layer_id == self.link_table.last_layer:
             self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
             raise KeysStored
-        metadata, stock_part = self.link_metadata, self.link_stock_part
-        if metadata is None and stock_part is None:
+        prefill, stock_part = self.link_prefill, self.link_stock_part
+        if prefill is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         heads, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
@@ -173,32 +175,23 @@ class LinkAttention(AttentionBackend):
                 stock = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False, **kwargs)
             if stock.data_ptr() != out.data_ptr():  # not all of SGLang's backends use the given buffer
                 out.copy_(stock.view(out.shape))
-        if metadata is None:
+        if prefill is None:
             return out.flatten(1)
         described, whole = self.link_model.layers[layer.layer_id], self.link_model.keeps_all(layer.layer_id)
-        in_place = isinstance(metadata.tokens, slice)
+        rows, tokens = prefill.rows if whole else prefill.window_rows, prefill.tokens
+        in_place = not isinstance(tokens, torch.Tensor)
         linked = described.kernels.link_extend(
-            heads[metadata.tokens],
+            heads if tokens is None else heads[tokens],
             k_cache,
             v_cache,
-            metadata.qo_indptr,
-            metadata.q_positions,
-            metadata.kv_indptr,
-            metadata.kv_indices if whole else metadata.window_kv_indices,
-            metadata.kv_positions,
-            metadata.num_segments,
-            metadata.segment_ends,
-            metadata.segment_offsets,
-            max_extend_len=metadata.max_extend_len,
-            validate=described.decode_plan not in metadata.checked,
-            out=out[metadata.tokens] if in_place else None,
+            rows,
+            out=(out if tokens is None else out[tokens]) if in_place else None,
             window=described.window,
             v_scale=self._v_scale(layer),
             **options,
         )
         if not in_place:
-            out[metadata.tokens] = linked
-        metadata.checked.add(described.decode_plan)
+            out[tokens] = linked
         self._measure(heads, k_cache, layer, options)
         return out.flatten(1)
 
@@ -245,28 +238,12 @@ class LinkAttention(AttentionBackend):
 
     def _measure(self, q: torch.Tensor, k_cache: torch.Tensor, layer: Any, options: dict[str, Any]) -> None:
         """Add this layer's attention to the sums of the batch's probes.  q: of all new tokens, by head."""
-        probes, metadata = self.link_table.probes, self.link_metadata
+        probes, rows = self.link_table.probes, self.link_probe_rows
         if probes is None or layer.layer_id not in probes.layers:
             return
-        assert metadata is not None, "the row of a probe has segments"
+        assert rows is not None, "the row of a probe has segments"
         described = self.link_model.layers[layer.layer_id]
-        described.kernels.accumulate_attention(
-            probes.sums,
-            q[probes.tokens],
-            k_cache,
-            probes.qo_indptr,
-            probes.q_positions,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            metadata.kv_positions,
-            metadata.num_segments,
-            metadata.segment_ends,
-            metadata.segment_offsets,
-            max_extend_len=probes.max_extend_len,
-            validate=described.decode_plan not in probes.checked,
-            **options,
-        )
-        probes.checked.add(described.decode_plan)
+        described.kernels.accumulate_attention(probes.sums, q[probes.tokens], k_cache, rows, **options)
 
 
 def with_link_path(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:

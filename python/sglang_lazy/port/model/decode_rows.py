@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
 
-from sglang_lazy.attention.metadata import LinkMetadata
+from sgl_kernel_lazy.rows import Rows
+from sglang_lazy.attention.metadata import DecodeTables
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan
 
@@ -34,9 +35,9 @@ def copy_slots(
 
 
 class PlannedRows(NamedTuple):
-    """The metadata of a batch for `link_decode`, and the workspace with its plan."""
+    """The rows of a batch for `link_decode`, and the workspace with their plan."""
 
-    metadata: LinkMetadata
+    rows: Rows
     workspace: torch.Tensor
 
 
@@ -54,49 +55,41 @@ class DecodeRows:
             for plan in dict.fromkeys(layer.decode_plan for layer in table.model.layers.values())
         }
         _log_size("workspace for decode", self._workspaces.values())
-        self._for_graphs: Mapping[int | None, LinkMetadata] = {}
+        self._for_graphs: Mapping[int | None, DecodeTables] = {}
 
     def allocate_for_graphs(self, max_bs: int) -> None:
         """Allocate the metadata that CUDA graphs read, for batches of up to `max_bs` rows."""
         max_context = self._pool.req_to_token.shape[1]
         self._for_graphs = self._allocate(max_bs, max_bs * max_context)
-        tensors = [tensor for metadata in self._for_graphs.values() for tensor in metadata.tensors]
+        tensors = [tensor for tables in self._for_graphs.values() for tensor in vars(tables).values()]
         _log_size("decode metadata", tensors)
 
     def of(self, forward_batch: Any, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
         """By plan, the rows of a decode batch, copied from the live tables and planned."""
         bs = forward_batch.batch_size
         if for_graph:
-            memory = {window: metadata.first(bs) for window, metadata in self._for_graphs.items()}
+            memory = {window: tables.first(bs) for window, tables in self._for_graphs.items()}
         else:
             memory = self._allocate(bs, int(forward_batch.seq_lens_cpu.sum()))
-        rows, seq_lens, req_to_token = forward_batch.req_pool_indices, forward_batch.seq_lens, self._pool.req_to_token
+        places, seq_lens, req_to_token = forward_batch.req_pool_indices, forward_batch.seq_lens, self._pool.req_to_token
+        rows = {}
         for plan in {plan.window: plan for plan in self._workspaces}.values():
-            metadata = memory[plan.window]
-            if plan.window is None:
-                metadata.fill(rows, seq_lens, self._table)
-                copy_slots(req_to_token, metadata.kv_indices, rows, None, seq_lens, metadata.kv_indptr)
+            tables, whole = memory[plan.window], plan.window is None
+            if whole:
+                tables.fill(places, seq_lens, self._table)
+                copy_slots(req_to_token, tables.kv_indices, places, None, seq_lens, tables.kv_indptr)
             else:
-                metadata.fill_window(rows, seq_lens, self._table, req_to_token, plan)
+                tables.fill_window(places, seq_lens, self._table, req_to_token, plan)
+            rows[plan.window] = tables.rows(whole=whole)
         planned = {}
         for plan, workspace in self._workspaces.items():
-            metadata = memory[plan.window]
-            plan.kernels.plan_decode(
-                workspace,
-                metadata.kv_indptr,
-                metadata.kv_indices,
-                metadata.num_segments,
-                metadata.segment_ends,
-                metadata.segment_offsets,
-                metadata.segment_ids if plan.window is None else None,
-                **plan.dims,
-            )
-            planned[plan] = PlannedRows(metadata, workspace)
+            plan.kernels.plan_decode(workspace, rows[plan.window], **plan.dims)
+            planned[plan] = PlannedRows(rows[plan.window], workspace)
         return planned
 
-    def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, LinkMetadata]:
+    def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, DecodeTables]:
         return {
-            window: LinkMetadata.allocate(
+            window: DecodeTables.allocate(
                 max_bs, max_kv if window is None else min(max_kv, max_bs * window), self._table
             )
             for window in {plan.window for plan in self._workspaces}

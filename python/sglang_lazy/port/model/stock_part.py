@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sglang_lazy.attention.metadata import CopyRanges
 from sglang_lazy.attention.rows import LinkedBatch, row_ranges, table_width
 from sglang_lazy.core.device import ints_to_device
 
@@ -26,14 +27,12 @@ class StockPart(NamedTuple):
         cls,
         forward_batch: ForwardBatch,
         current: LinkedBatch,
-        copy_ranges: Callable[[torch.Tensor, ForwardBatch, Sequence[torch.Tensor]], None],
+        copy_ranges: CopyRanges,
     ) -> "StockPart":
         """`forward_batch`, with the rows of `current`.
 
         Linked rows cannot be left out, since the new tokens of all rows are contiguous; their results are replaced
         later. To make them cheap, they attend only to their new tokens.
-
-        copy_ranges: copies the slots of ranges, see `row_ranges`, to a tensor.
         """
         linked = set(current.linked)
         rows = [
@@ -55,7 +54,7 @@ class StockPart(NamedTuple):
         part.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
         part.req_pool_indices = indices.to(forward_batch.req_pool_indices.dtype)
         req_to_token = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
-        copy_ranges(req_to_token.view(-1), forward_batch, ranges)
+        copy_ranges(req_to_token.view(-1), ranges)
         return cls(part, req_to_token)
 
     @contextlib.contextmanager
