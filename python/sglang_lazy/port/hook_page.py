@@ -19,6 +19,7 @@ STEPS = {
         "ModelRunner.initialize",
         "LoRAManager.init_lora_modules",
         "LoRAAdapter._process_weight",
+        "KVCacheConfigurator._profile_available_bytes",
         "KVCacheConfigurator._apply_token_constraints",
         "DecodeCudaGraphRunner.capture",
         "Scheduler.init_request_dispatcher",
