@@ -7,10 +7,12 @@ with the same documents, with others, or not at all.
 
 import asyncio
 import time
+import types
 
 import fastapi
 import httpx
 import pytest
+from sglang.srt.entrypoints import http_server
 
 from fakes.loop import Loop
 from fakes.requests import CHUNK, TEXT
@@ -55,6 +57,8 @@ class Server(FakeServer):
         self.frontend = new_frontend(self)
         self.texts = SegmentTokenizer(CountingTokenizer())
         monkeypatch.setattr(frontend, "current", lambda: self.frontend)
+        manager = types.SimpleNamespace(server_args=types.SimpleNamespace(admin_api_key=None))
+        monkeypatch.setattr(http_server, "_global_state", types.SimpleNamespace(tokenizer_manager=manager))
         monkeypatch.setattr(time, "time", lambda: 1000.0)
         monkeypatch.setattr(surveys, "MIN_AGE", 0.0)
         app = fastapi.FastAPI()
