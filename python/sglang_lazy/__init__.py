@@ -24,16 +24,23 @@ __all__ = ["Engine", "LazyConfig", "Runtime", "chunk", "link"]
 _LATE = {"Engine": "sglang_lazy.entrypoints.engine", "Runtime": "sglang_lazy.entrypoints.runtime"}
 
 
-def chunk(text: str | None = None, *, id: str | None = None) -> "SglExpr":
+def chunk(
+    text: str | None = None,
+    *,
+    id: str | None = None,
+    name: str | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> "SglExpr":
     """A chunk: text whose KV is computed once, alone, and reused wherever it stands in a prompt.
 
     For `Engine.generate(segments=[…])`, and for programs of SGLang's frontend language: `s += chunk(document)`.
     id: of a registered chunk, in place of its text; 16 to 64 hexadecimal digits. A program's text then has "[chunk …]"
-    where the chunk is. Raises ValueError if `text` is empty or not a string, and for a malformed id.
+    where the chunk is.  name, metadata: shown in lists of chunks and on the page `/lazy`; they change no KV. Raises
+    ValueError if `text` is empty or not a string, for a malformed id, and for a label that is no name or too long.
     """
     from sglang_lazy.lang.program import make_chunk
 
-    return make_chunk(text, id)
+    return make_chunk(text, id, name, metadata)
 
 
 def link(policy: str) -> "SglExpr":

@@ -13,6 +13,7 @@ import sglang_lazy
 from sglang_lazy import verify
 from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfig
+from sglang_lazy.core.labels import LABEL_KEYS
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
 from sglang_lazy.port.cpu import CPU_SETTINGS
@@ -63,7 +64,7 @@ def test_flags_and_their_defaults():
 
 
 def test_segments_and_policies():
-    check(tables("Segments")[0], {*segments._KEYS, "id"})
+    check(tables("Segments")[0], {*segments._KEYS, "id", *LABEL_KEYS})
     for kind in segments._KINDS:
         assert f'`"{kind}"`' in section("Segments")
     policies, bases = tables("Policies")

@@ -29,7 +29,12 @@ SURVEY = {
     "chunks": {"resident": ONE, "host": ONE, "pending": 0},
     "memory": {"device": {"size": 9, "free": 4}, "host": None},
 }
-SURVEY |= {"hottest": [{"id": ID, "hits": 2, "tokens": 5, "adapter": None}], "largest": [], "pinned": []}
+SURVEY |= {
+    "hottest": [{"id": ID, "hits": 2, "tokens": 5, "adapter": None, "cache_salt": None}],
+    "largest": [],
+    "pinned": [],
+}
+UNNAMED = {"cache_salt": None, "name": None, "metadata": None}
 DATA = ("/chunks", f"/chunks/{ID}", "/lazy/survey", f"/lazy/uses/{ID}")
 
 
@@ -39,7 +44,12 @@ class Server(FakeServer):
     def answer(self, verb, **arguments):
         if verb == "survey":
             return {**SURVEY, "next": None}
-        return {"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1, "next": None}
+        return {
+            "chunks": [{"id": ID, "adapter": None, "cache_salt": None}],
+            "places": [(1.0, 1)],
+            "total": 1,
+            "next": None,
+        }
 
 
 @pytest.fixture
@@ -139,7 +149,7 @@ def test_parts_of_a_survey(process, asked):
         process.usage.add(Namespace("chunk", None, salt), "block", report, 0, time.time())
     found = http.get("/lazy/survey").json()
     assert asked == [("survey", {"tenant": None, "everybody": False, "starts": None})]
-    assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0}]
+    assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0, **UNNAMED}]
     assert (found["chunks"], found["memory"]) == (SURVEY["chunks"], SURVEY["memory"])
     assert [row[1:] for row in found["history"]] == [[1, 1, 1, 5, 0]] and abs(found["time"] - time.time()) < 60
     assert [prompt["chunks"][0]["hit"] for prompt in found["prompts"]] == [True]
@@ -153,7 +163,7 @@ def test_parameters_of_a_list(asked):
     http = client()
     query = {"sort": "hits", "order": "asc", "limit": 7, "state": "host", "cache_salt": "a"}
     page = http.get("/chunks", params=query).json()
-    assert page == {"total": 1, "chunks": [{"id": ID, "dp_rank": 0, "lora_path": None}], "next": None}
+    assert page == {"total": 1, "chunks": [{"id": ID, "dp_rank": 0, "lora_path": None, **UNNAMED}], "next": None}
     wanted = {"sort": "hits", "descending": False, "limit": 8, "after": None, "state": "host"}
     assert asked.pop() == ("page", {"tenant": "a", "everybody": False, "starts": None, **wanted})
     http.get("/chunks", headers={"X-Cache-Salt": "b"})
@@ -189,6 +199,8 @@ CHUNKS = [
     *({"text": value} for value in ("x", "", 5)),
     *({"input_ids": value} for value in ([5], [], [-1], ["5"], 5)),
     *({"text": "x", **more} for more in ({"type": "chunk"}, {"type": "text"}, {"input_ids": [5]}, {"id": ID})),
+    *({"text": "x", "name": value} for value in ("Lease", None, "", 5, "x" * 256, "x" * 257)),
+    *({"text": "x", "metadata": value} for value in ({"page": 3}, {}, None, [], "x")),
     *({"id": ID}, {}, [], "", "x", 5, None),
 ]
 FIELDS = ("chunks", "link", "cache_salt", "lora_path", "wait", "pin", "ttl", "unknown")

@@ -54,7 +54,7 @@ def test_refusals_name_the_segment(value, reason):
 def test_refusals_list_the_id_only_where_it_is_taken():
     for value, with_id, without in (
         ({"type": "chunk"}, "exactly one of text, input_ids and id", "exactly one of text and input_ids"),
-        ({"type": "chunk", "name": "x"}, "type and text, input_ids or id", "type and text or input_ids"),
+        ({"type": "chunk", "title": "x"}, "type and text, input_ids or id", "type and text or input_ids"),
         ({"type": "text", "id": "x"}, "type and text or input_ids", "type and text or input_ids"),
     ):
         for by_id, expected in ((True, with_id), (False, without)):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sglang_lazy.core.labels import LABEL_KEYS, Label, parse_label
+
 LAYOUT_PARAM = "sglang_lazy"
 """Key in `SamplingParams.custom_params` under which a request's packed layout travels to the scheduler."""
 
@@ -14,15 +16,20 @@ LAYOUT_VERSION = 1
 
 _KINDS = ("text", "chunk")
 _KEYS = frozenset(("type", "text", "input_ids"))
+_CHUNK_KEYS = _KEYS | LABEL_KEYS
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One element of a prompt, given as text or as token ids (exactly one of them, never empty)."""
+    """One element of a prompt, given as text or as token ids (exactly one of them, never empty).
+
+    label: a chunk's, None without one.
+    """
 
     is_chunk: bool
     text: str | None = None
     input_ids: Sequence[int] | None = None
+    label: Label | None = None
 
     @property
     def kind(self) -> str:
@@ -60,7 +67,7 @@ def parse_segment(value: Any, vocab_size: int | None = None, *, by_id: bool = Fa
 
     by_id: whether errors tell that a chunk may be named by id, which its tokens replace before they come here.
     Raises ValueError for anything else: an unknown type or key, empty or non-string text, both or neither of text and
-    input_ids, token ids that are not integers or lie outside the vocabulary.
+    input_ids, token ids that are not integers or lie outside the vocabulary, a bad label.
     """
     if isinstance(value, Segment):
         return value
@@ -73,7 +80,7 @@ def parse_segment(value: Any, vocab_size: int | None = None, *, by_id: bool = Fa
     kind = value.get("type")
     if kind not in _KINDS:
         raise ValueError(f"unknown segment type {kind!r}, expected one of {', '.join(map(repr, _KINDS))}")
-    unknown = sorted(map(str, value.keys() - _KEYS))
+    unknown = sorted(map(str, value.keys() - (_CHUNK_KEYS if kind == "chunk" else _KEYS)))
     text, input_ids = value.get("text"), value.get("input_ids")
     if unknown or (text is None) == (input_ids is None):
         contents = ("text, input_ids", "id") if by_id and kind == "chunk" else ("text", "input_ids")
@@ -85,7 +92,8 @@ def parse_segment(value: Any, vocab_size: int | None = None, *, by_id: bool = Fa
         _check_text(kind, text)
     else:
         _check_input_ids(kind, input_ids, vocab_size)
-    return Segment(kind == "chunk", text, input_ids)
+    label = parse_label(value.get("name"), value.get("metadata")) if len(value) > 2 else None
+    return Segment(kind == "chunk", text, input_ids, label)
 
 
 def _check_text(kind: str, text: Any) -> None:

@@ -7,6 +7,8 @@ document can forge a boundary, and users see plain text.
 
 from typing import Any, NamedTuple
 
+from sglang_lazy.core.labels import Label
+
 
 class Mark(NamedTuple):
     """A chunk at the characters from `start` to `end`: their text, or a registered one, for which they stand."""
@@ -14,6 +16,7 @@ class Mark(NamedTuple):
     start: int
     end: int
     id: str | None = None
+    label: Label | None = None
 
 
 class MarkedText(str):
@@ -58,13 +61,14 @@ class MarkedText(str):
         kept = tuple(mark for mark in self.chunks if step == 1 and start <= mark.start and mark.end <= stop)
         return MarkedText(text, _shift(kept, -start), self.link)
 
-    def segments(self) -> list[dict[str, str]]:
+    def segments(self) -> list[dict[str, Any]]:
         """The text as a request carries it, without empty segments."""
-        segments, position = [], 0
-        for start, end, name in (*self.chunks, Mark(len(self), len(self))):
+        segments: list[dict[str, Any]] = []
+        position = 0
+        for start, end, name, label in (*self.chunks, Mark(len(self), len(self))):
             segments.append({"type": "text", "text": str.__getitem__(self, slice(position, start))})
             content = {"text": str.__getitem__(self, slice(start, end))} if name is None else {"id": name}
-            segments.append({"type": "chunk", **content})
+            segments.append({"type": "chunk", **content, **(label.fields() if label else {})})
             position = end
         return [segment for segment in segments if segment.get("text") != ""]
 
@@ -80,4 +84,4 @@ def link_of(text: str) -> str | None:
 
 
 def _shift(chunks: tuple[Mark, ...], offset: int) -> tuple[Mark, ...]:
-    return tuple(Mark(start + offset, end + offset, name) for start, end, name in chunks)
+    return tuple(mark._replace(start=mark.start + offset, end=mark.end + offset) for mark in chunks)

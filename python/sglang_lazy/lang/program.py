@@ -6,6 +6,7 @@ from typing import Any
 from sglang.lang.ir import SglConstantText, SglExpr
 
 from sglang_lazy.core.config import INFO_ROUTE
+from sglang_lazy.core.labels import Label, parse_label
 from sglang_lazy.lang.marked_text import Mark, MarkedText, chunks_of, link_of
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.client import hook_http_request
@@ -17,10 +18,10 @@ _known_servers: set[str] = set()
 class Chunk(SglConstantText):
     """A chunk in a program (`s += chunk(…)`) or in `Engine.generate(segments=[…])`."""
 
-    def __init__(self, text: str, name: str | None = None):
-        super().__init__(MarkedText(text, (Mark(0, len(text), name),)))
+    def __init__(self, text: str, id: str | None = None, label: Label | None = None):
+        super().__init__(MarkedText(text, (Mark(0, len(text), id, label),)))
 
-    def to_segment(self) -> dict[str, str]:
+    def to_segment(self) -> dict[str, Any]:
         (segment,) = self.value.segments()
         return segment
 
@@ -31,23 +32,24 @@ class Chunk(SglConstantText):
         return f"Chunk({str.__repr__(self.value)})"
 
 
-def make_chunk(text: Any, name: Any) -> SglExpr:
+def make_chunk(text: Any, id: Any, name: Any = None, metadata: Any = None) -> SglExpr:
     """The chunk of `text`, or the registered one with this id; see `sglang_lazy.chunk`."""
     hook_http_request(send)
-    if (text is None) == (name is None):
+    if (text is None) == (id is None):
         raise ValueError("a chunk needs either a text or an id")
-    for given in (text, name):
+    for given in (text, id):
         if isinstance(given, SglExpr):  # an argument whose value is unknown while SGLang traces a program
             return given
-    if name is not None:
-        if not isinstance(name, str):
-            raise ValueError(f"the id of a chunk must be a string, got {type(name).__name__}")
-        return Chunk(f"[chunk {name}]", check_id(name))
+    label = parse_label(name, metadata)
+    if id is not None:
+        if not isinstance(id, str):
+            raise ValueError(f"the id of a chunk must be a string, got {type(id).__name__}")
+        return Chunk(f"[chunk {id}]", check_id(id), label)
     if not isinstance(text, str):
         raise ValueError(f"a chunk must be a string, got {type(text).__name__}")
     if not text:
         raise ValueError("a chunk must not be empty")
-    return Chunk(text)
+    return Chunk(text, label=label)
 
 
 def make_link(policy: Any) -> SglExpr:
@@ -73,7 +75,7 @@ def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
     return stock(url, json, **kwargs)
 
 
-def _segments(text: str) -> list[dict[str, str]]:
+def _segments(text: str) -> list[dict[str, Any]]:
     return (text if isinstance(text, MarkedText) else MarkedText(text)).segments()
 
 

@@ -6,12 +6,14 @@ import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.core.labels import LABEL_KEYS
 from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.serving.blocks import BLOCKS
 
 _PROMPTS = ("segments", "system", "messages", "input")
 """Fields of bodies that may contain chunks."""
 _CHUNKS = ("chunk", *BLOCKS)
+_NOT_OF_THE_TEXT = LABEL_KEYS | {"cache_control"}
 TOKENS_INSIDE = "packet"
 """The policy that puts trained tokens into chunks."""
 MOST = 4096
@@ -55,7 +57,7 @@ def _blocks(value: Any) -> Iterator[Mapping[str, Any]]:
             yield from _blocks(element)
     elif isinstance(value, Mapping):
         if value.get("type") in _CHUNKS:
-            yield {key: part for key, part in value.items() if key != "cache_control"}
+            yield {key: part for key, part in value.items() if key not in _NOT_OF_THE_TEXT}
         else:
             yield from _blocks(value.get("content"))
             yield from _blocks(value.get("output"))  # of a function, in the Responses API

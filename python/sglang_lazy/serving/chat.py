@@ -1,5 +1,6 @@
 """Chunks in the messages of all chat APIs: content parts of type "chunk", and text that is marked as chunks."""
 
+import dataclasses
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -147,7 +148,7 @@ class ChunkParts:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         for index, text in self.rendered.items():
-            segments[index] = Segment(is_chunk=True, text=text)
+            segments[index] = dataclasses.replace(segments[index], text=text, input_ids=None)
         return segments
 
 

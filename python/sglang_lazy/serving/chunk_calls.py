@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import tokens_digest
 from sglang_lazy.serving.chunk_lists import (
     arguments_of_ranks,
@@ -21,6 +22,7 @@ from sglang_lazy.serving.chunk_lists import (
 )
 from sglang_lazy.serving.frontend import Frontend
 from sglang_lazy.serving.known_chunks import UnknownChunk
+from sglang_lazy.serving.labels import name_chunks, with_labels
 from sglang_lazy.serving.pieces import all_pieces
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
 from sglang_lazy.serving.threads import in_thread
@@ -38,7 +40,8 @@ async def list_chunks(
     wanted = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(arguments)}
     pieces = await all_pieces(lambda starts: frontend.server.ask("page", starts=starts, **wanted))
     page = merged_page(pieces, arguments)
-    return {**page, "chunks": with_adapter_names(page["chunks"], frontend.server.adapters)}
+    chunks = with_adapter_names(page["chunks"], frontend.server.adapters)
+    return {**page, "chunks": with_labels(frontend.labels, chunks)}
 
 
 async def survey(frontend: Frontend, tenant: str | None, everybody: bool) -> dict[str, Any]:
@@ -48,14 +51,30 @@ async def survey(frontend: Frontend, tenant: str | None, everybody: bool) -> dic
         lambda starts: frontend.server.ask("survey", starts=starts, tenant=tenant, everybody=everybody),
     )
     adapters, usage, now = frontend.server.adapters, frontend.usage, time.time()
-    lists = {name: with_adapter_names(found[name], adapters) for name in ("hottest", "largest", "pinned")}
+    lists = {
+        name: with_labels(frontend.labels, with_adapter_names(found[name], adapters))
+        for name in ("hottest", "largest", "pinned")
+    }
+    prompts = usage.last(tenant, everybody)
+    for prompt in prompts:
+        name_chunks(frontend.labels, prompt["cache_salt"], prompt["chunks"])
     return {
         "time": now,
         **found,
         **lists,
         "history": usage.history(tenant, everybody, now),
-        "prompts": usage.last(tenant, everybody),
+        "prompts": prompts,
     }
+
+
+def uses(frontend: Frontend, tenant: str | None, everybody: bool, name: str) -> dict[str, Any]:
+    """The last prompts of a tenant, or of everybody, that have a chunk, and the chunks that occur with it."""
+    found = frontend.usage.uses(tenant, everybody, check_id(name)[:MIN_DIGITS])
+    for prompt in found["prompts"]:
+        name_chunks(frontend.labels, prompt["cache_salt"], prompt["chunks"])
+    if not everybody:
+        name_chunks(frontend.labels, tenant, found["together"])
+    return found
 
 
 async def get_chunk(frontend: Frontend, tenant: str | None, name: str) -> dict[str, Any]:
@@ -65,7 +84,8 @@ async def get_chunk(frontend: Frontend, tenant: str | None, name: str) -> dict[s
     registration = frontend.registrations.get(tenant, name)
     if not chunks and registration is None:
         raise UnknownChunk(f"chunk {name} is unknown")
-    return {"chunks": with_adapter_names(chunks, frontend.server.adapters), "registration": registration}
+    chunks = with_labels(frontend.labels, with_adapter_names(chunks, frontend.server.adapters))
+    return {"chunks": chunks, "registration": registration}
 
 
 async def delete_chunks(frontend: Frontend, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:
@@ -76,6 +96,7 @@ async def delete_chunks(frontend: Frontend, tenant: str | None, ids: Sequence[st
         answers += await frontend.server.ask("delete", tenant=tenant, ids=ids[first : first + MAX_DELETED])
 
     def forget(name: str) -> bool:
+        frontend.labels.remove(tenant, name)
         failed = frontend.registrations.forget(tenant, name)
         return frontend.known.remove(tenant, name) or failed
 
@@ -105,6 +126,7 @@ async def register_chunks(frontend: Frontend, tenant: str | None, body: Any, siz
                 raise ValueError(f"computed, but not pinned: {reason}")
 
     progress = frontend.registrations
+    frontend.labels.add(tenant, {chunk.id: chunk.label for chunk in chunks if chunk.label is not None})
     progress.begin(tenant, [(chunk.digest, chunk.size) for chunk in chunks])
     try:
         if not policy.trained:  # its tokens are not those of the text alone

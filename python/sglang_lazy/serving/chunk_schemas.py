@@ -13,6 +13,7 @@ from typing import (
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from sglang_lazy.core.names import MAX_NAME
 from sglang_lazy.serving.chunk_lists import MAX_TTL
 from sglang_lazy.serving.registration import MAX_CHUNKS
 
@@ -40,6 +41,8 @@ class CachedChunk(Answer):
     cache_salt: str | None
     lora_path: str | None
     dp_rank: int
+    name: str | None
+    metadata: dict[str, Any] | None
 
 
 class ChunkPage(Answer):
@@ -114,11 +117,12 @@ _TEXT = {"type": "string", "minLength": 1}
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _KIND = {"const": "chunk"}
 _TTL = _or_null(type="number", exclusiveMinimum=0, maximum=MAX_TTL)
+_LABEL = {"name": _or_null(type="string", minLength=1, maxLength=MAX_NAME), "metadata": _or_null(type="object")}
 _CHUNK = {
     "anyOf": [
         _TEXT,
-        _object(("text",), text=_TEXT, type=_KIND),
-        _object(("input_ids",), input_ids=_TOKENS, type=_KIND),
+        _object(("text",), text=_TEXT, type=_KIND, **_LABEL),
+        _object(("input_ids",), input_ids=_TOKENS, type=_KIND, **_LABEL),
     ]
 }
 _REGISTRATION = _object(

@@ -4,6 +4,7 @@ import functools
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.serving.known_chunks import KnownChunks
+from sglang_lazy.serving.labels import Labels
 from sglang_lazy.serving.picker import Picker
 from sglang_lazy.serving.pins import Pins
 from sglang_lazy.serving.prompts import Prompts
@@ -20,8 +21,8 @@ class Frontend:
 
     server: the server behind it.
     prompts: makes prompts of what requests give.
-    known, registrations: chunks that were registered, and those that are being computed. Tokenizer workers share both,
-        through stand-ins.
+    known, registrations, labels: chunks that were registered, those that are being computed, and what they are called.
+        Tokenizer workers share these, through stand-ins.
     usage, surveys, pins: the last prompts, the last surveys of the cache, and pins that are to end.
     picker: knows which data-parallel rank has which chunks.
     shadow: compares answers with full attention; None if that is off.
@@ -30,7 +31,7 @@ class Frontend:
     def __init__(self, config: LazyConfig, server: Server):
         self.config, self.server = config, server
         self.prompts = Prompts(config, server)
-        self.known, self.registrations = KnownChunks(), Registrations()
+        self.known, self.registrations, self.labels = KnownChunks(), Registrations(), Labels()
         self.usage, self.surveys, self.pins = Usage(), Surveys(), Pins(server.ask)
         self.picker = Picker()
         self.shadow: Shadow | None = None

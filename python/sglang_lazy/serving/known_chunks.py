@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.labels import LABEL_KEYS, Label, parse_label
 from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment
 from sglang_lazy.serving.chunk_lists import check_id
@@ -102,16 +103,17 @@ def with_tokens(
             limit.check(num_chunks)
             if "id" in segment:
                 where = names[index] if names else f"segments[{index}]"
-                segment = Segment(True, input_ids=known.get(check_cache_salt(tenant), _name(segment, where)))
+                name, label = _name(segment, where)
+                segment = Segment(True, input_ids=known.get(check_cache_salt(tenant), name), label=label)
         taken.append(segment)
     return taken
 
 
-def _name(segment: Mapping[str, Any], where: str) -> str:
+def _name(segment: Mapping[str, Any], where: str) -> tuple[str, Label | None]:
     name = segment["id"]
-    if not isinstance(name, str) or segment.keys() != {"type", "id"}:
+    if not isinstance(name, str) or segment.keys() - LABEL_KEYS != {"type", "id"}:
         raise ValueError(f"{where}: the id of a chunk must be a string, and replaces text and input_ids")
     try:
-        return check_id(name)
+        return check_id(name), parse_label(segment.get("name"), segment.get("metadata"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -1,7 +1,9 @@
 """The plan of a prompt with chunks, as it travels with a request through the process that takes requests."""
 
 import dataclasses
+from collections.abc import Sequence
 
+from sglang_lazy.core.labels import Label
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
@@ -12,10 +14,12 @@ class Plan:
     """How a prompt uses its chunks.
 
     layout: where they are.  policy: the one that the layout's link names.
+    labels: of each chunk, None for those without; empty if none has any.
     """
 
     layout: PromptLayout
     policy: Policy
+    labels: tuple[Label | None, ...] = ()
 
     @classmethod
     def of(
@@ -28,6 +32,10 @@ class Plan:
     def salted(cls, cache_salt: str) -> "Plan":
         """The plan of a prompt without chunks, which only carries its salt."""
         return cls.of((), get_policy("full"), cache_salt)
+
+    def labelled(self, labels: Sequence[Label | None]) -> "Plan":
+        """The same plan with these labels of its chunks."""
+        return dataclasses.replace(self, labels=tuple(labels)) if any(labels) else self
 
     def moved(self, chunks: tuple[tuple[int, int], ...]) -> "Plan":
         """The same plan with its chunks at other places."""

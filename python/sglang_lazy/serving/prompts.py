@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.labels import Label
 from sglang_lazy.core.policy import Policy, TrainedTokens
 from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, Segment, parse_segments
 from sglang_lazy.policies import get_policy
@@ -139,14 +140,17 @@ class Prompts:
         prompt = self.tokenize(segments, cache_salt)
         if not prompt.input_ids:
             raise ValueError("the segments give no tokens")
-        return self.planned(prompt, policy, cache_salt)
+        labels = [segment.label for segment in segments if segment.is_chunk]
+        return self.planned(prompt, policy, cache_salt, labels)
 
-    def planned(self, prompt: TokenizedPrompt, policy: Policy, cache_salt: str | None) -> tuple[list[int], Plan | None]:
+    def planned(
+        self, prompt: TokenizedPrompt, policy: Policy, cache_salt: str | None, labels: Sequence[Label | None] = ()
+    ) -> tuple[list[int], Plan | None]:
         """The token ids and the plan of a prompt, which has none if it is an ordinary one. A prompt without chunks
-        keeps its cache salt."""
+        keeps its cache salt.  labels: of each chunk, or empty."""
         prompt = self.with_trained_tokens(prompt, policy)
         if prompt.chunks:
-            return prompt.input_ids, Plan.of(prompt.chunks, policy, cache_salt)
+            return prompt.input_ids, Plan.of(prompt.chunks, policy, cache_salt).labelled(labels)
         return prompt.input_ids, None if cache_salt is None else Plan.salted(cache_salt)
 
     def _check_length(self, segments: Iterable[Segment]) -> None:

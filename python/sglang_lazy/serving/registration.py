@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import tokens_digest
+from sglang_lazy.core.labels import Label
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.segments import parse_segment
 from sglang_lazy.policies import get_policy
@@ -37,14 +38,20 @@ class Busy(ValueError):
 
 
 class Chunk(NamedTuple):
-    """A chunk to be computed.  digest: `tokens_digest`, hexadecimal.  tokens: int32."""
+    """A chunk to be computed.  digest: `tokens_digest`, hexadecimal.  tokens: int32.  label: None without one."""
 
     digest: str
     tokens: array
+    label: Label | None = None
 
     @property
     def id(self) -> str:
         return self.digest[:MIN_DIGITS]
+
+    @property
+    def title(self) -> str:
+        """What the log calls it."""
+        return f"{self.id} ({self.label.name})" if self.label and self.label.name else self.id
 
     @property
     def size(self) -> int:
@@ -63,8 +70,8 @@ class Registration(NamedTuple):
 def parse_registration(prompts: Prompts, body: Any, salt: str | None) -> Registration:
     """The registration in the body of a request.
 
-    body: `chunks`, a list of texts or of objects with `text` or `input_ids`, and `link`. Raises ValueError, naming the
-    chunk, on bad input.
+    body: `chunks`, a list of texts or of objects with `text` or `input_ids` and a label, and `link`. Raises ValueError,
+    naming the chunk, on bad input.
     """
     if not isinstance(body, Mapping):
         raise ValueError("the body must be an object")
@@ -83,12 +90,12 @@ def parse_registration(prompts: Prompts, body: Any, salt: str | None) -> Registr
         raise ValueError(f"link {str(policy)!r} computes no chunks: name another")
     if policy.preamble == "lead":
         raise ValueError(f"link {str(policy)!r}: its chunks depend on the prompt, so they cannot be computed ahead")
-    tokens = [array("i", _tokens(prompts, index, chunk, salt, policy)) for index, chunk in enumerate(chunks)]
-    distinct = {one.tobytes(): one for one in tokens}.values()
-    return Registration([Chunk(tokens_digest(one).hex(), one) for one in distinct], len(tokens), policy)
+    read = [_chunk(prompts, index, chunk, salt, policy) for index, chunk in enumerate(chunks)]
+    distinct = {chunk.digest: chunk for chunk in read} | {chunk.digest: chunk for chunk in read if chunk.label}
+    return Registration([*distinct.values()], len(read), policy)
 
 
-def _tokens(prompts: Prompts, index: int, chunk: Any, salt: str | None, policy: Policy) -> list[int]:
+def _chunk(prompts: Prompts, index: int, chunk: Any, salt: str | None, policy: Policy) -> Chunk:
     value = {"type": "chunk", "text": chunk} if isinstance(chunk, str) else chunk
     if isinstance(value, Mapping):
         value = {"type": "chunk", **value}
@@ -100,7 +107,8 @@ def _tokens(prompts: Prompts, index: int, chunk: Any, salt: str | None, policy: 
     except ValueError as error:
         raise ValueError(f"chunks[{index}]: {error}") from None
     ((start, end),) = prompt.chunks
-    return prompt.input_ids[start:end]
+    tokens = array("i", prompt.input_ids[start:end])
+    return Chunk(tokens_digest(tokens).hex(), tokens, segment.label)
 
 
 def prompt_for(tokens: Sequence[int], policy: Policy, salt: str | None) -> tuple[list[int], Plan]:
@@ -209,7 +217,7 @@ async def compute(
             reason = None
         except ValueError as error:
             reason = str(error)
-            logger.warning("sglang-lazy: chunk %s could not be registered: %s", chunk.id, reason)
+            logger.warning("sglang-lazy: chunk %s could not be registered: %s", chunk.title, reason)
         finally:
             progress.end(tenant, chunk.digest, chunk.size, reason)
         return reason

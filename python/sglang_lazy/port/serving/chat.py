@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
+from sglang_lazy.core.labels import Label
 from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.limits import taking_chunks
@@ -126,7 +127,10 @@ def put_chunks(prompts: Prompts, request: Any, rendered: Any, chunk_parts: Chunk
     policy, chunks = prompts.policy(request.link), chunk_parts.parse(prompts.server.vocab_size)
     tokens = prompts.tokenizer.tokens(chunks, request.cache_salt)
     prompt = fill_placeholders(rendered, tokens, chunk_parts.names)
-    return prompts.planned(prompt, policy, check_cache_salt(request.cache_salt))
+    labels: list[Label | None] = []
+    if any(chunk.label for chunk in chunks):
+        labels = [chunks[-1 - token].label for token in rendered if token < 0]  # the ids of placeholders
+    return prompts.planned(prompt, policy, check_cache_salt(request.cache_salt), labels)
 
 
 def check_chunks(prompts: Prompts, chunk_parts: ChunkParts) -> None:

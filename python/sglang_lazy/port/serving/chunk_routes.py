@@ -54,8 +54,9 @@ Tenant = Annotated[str | None, _parsed(_tenant)]
 
 
 def _everybody(request: Request, all: bool = False) -> bool:
-    server_args = http_server.get_global_state().tokenizer_manager.server_args
-    if all and not sees_all_tenants(request, server_args.admin_api_key):
+    if all and not sees_all_tenants(
+        request, http_server.get_global_state().tokenizer_manager.server_args.admin_api_key
+    ):
         reason = "all=true needs a server with --admin-api-key, and that key or one with the scope admin"
         raise _refused(reason, HTTPStatus.FORBIDDEN)
     return all
@@ -220,7 +221,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
 async def uses(chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
     try:
-        return frontend.current().usage.uses(tenant, everybody, check_id(chunk_id)[:MIN_DIGITS])
+        return chunk_calls.uses(frontend.current(), tenant, everybody, chunk_id)
     except ValueError as error:
         raise _refused(error) from None
 

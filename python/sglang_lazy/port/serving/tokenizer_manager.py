@@ -8,6 +8,7 @@ from sglang_lazy.port.serving.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one, reading
 from sglang_lazy.port.serving.ranks import choose_rank, learned
 from sglang_lazy.port.serving.requests import check_request, plan_of, served, share_report
+from sglang_lazy.serving.labels import labels_in
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.streams import announce, with_logprobs
@@ -87,6 +88,8 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     if plan is None:
         return outputs
     frontend, request = frontend_of(manager), served(obj, plan)
+    if plan.labels:
+        frontend.labels.add(plan.layout.cache_salt, labels_in(plan, obj.input_ids))
     outputs = learned(annotated(outputs, request, frontend.usage), obj)
     if frontend.shadow is None or not plan.policy.reuses:
         return outputs

@@ -10,6 +10,7 @@ from sglang.srt.utils import kill_itself_when_parent_died
 
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.serving.known_chunks import KnownChunks
+from sglang_lazy.serving.labels import Labels
 from sglang_lazy.serving.registration import Registrations, WorkerRegistrations
 from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 
@@ -27,8 +28,10 @@ def share(_result: Any, global_state: Any) -> None:
     if isinstance(manager, MultiTokenizerRouter):
         if getattr(sys.modules["__main__"].__spec__, "name", None) != _COMMAND:
             raise RuntimeError(f"several tokenizer workers need a server that python -m {_COMMAND} has started")
-        chunks, progress = KnownChunks(), Registrations()
-        server = ObjectServer(lambda: {"chunks": chunks, "registrations": WorkerRegistrations(progress)})
+        chunks, progress, labels = KnownChunks(), Registrations(), Labels()
+        server = ObjectServer(
+            lambda: {"chunks": chunks, "registrations": WorkerRegistrations(progress), "labels": labels}
+        )
         os.environ[_ADDRESS] = server.address
     elif isinstance(manager, TokenizerWorker):
         kill_itself_when_parent_died()  # it would go on listening, and nobody would answer
@@ -36,3 +39,4 @@ def share(_result: Any, global_state: Any) -> None:
         frontend = frontend_of(manager)
         frontend.known = cast(KnownChunks, Proxy(calls, "chunks"))
         frontend.registrations = cast(Registrations, Proxy(calls, "registrations"))
+        frontend.labels = cast(Labels, Proxy(calls, "labels"))

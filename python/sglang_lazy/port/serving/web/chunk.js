@@ -26,6 +26,7 @@ function decoded(salt) {
 async function open(id, salt) {
   opened = {id, cache_salt: salt, uses: ""};
   $("chunk-id").textContent = id;
+  $("chunk-name").textContent = "Chunk";
   $("used").textContent = "";
   for (const part of ["facts", "graph"]) $(part).replaceChildren();
   if (!$("chunk").open) $("chunk").showModal();
@@ -49,6 +50,8 @@ async function showChunk() {
 }
 
 function showFacts({chunks, registration}) {
+  const {name} = chunks.find(({name}) => name) || {};
+  $("chunk-name").textContent = name || "Chunk";
   const lists = chunks.map(factsOf);
   if (registration) lists.push({registration: `${registration.state} ${registration.reason || ""}`});
   const pair = ([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)));
@@ -68,9 +71,12 @@ function factsOf(chunk) {
     computed: chunk.preamble ? "behind a preamble" : "alone",
     tenant: chunk.cache_salt === null ? "shared" : chunk.cache_salt,
     ...(chunk.lora_path ? {adapter: chunk.lora_path} : {}),
+    ...Object.fromEntries(Object.entries(chunk.metadata || {}).map(([key, value]) => [`“${key}”`, written(value)])),
     ...(chunk.dp_rank ? {rank: chunk.dp_rank} : {}),
   };
 }
+
+const written = value => (typeof value === "string" ? value : JSON.stringify(value));
 
 // Prompts on the left, chunks on the right, and which uses which.
 function showUses({num_prompts, prompts, together}) {
@@ -91,14 +97,14 @@ function showUses({num_prompts, prompts, together}) {
     const label = element("text", {x: from - 10, y: at + 4, "text-anchor": "end"}, ago(time));
     return [element("circle", {cx: from, cy: at, r: 4, fill: "currentColor"}), label];
   });
-  const used = nodes.map(({id, prompts: count}, j) => {
+  const used = nodes.map(({id, name, prompts: count}, j) => {
     const at = y(j, nodes.length), block = element("g", {}, ...colours(id).map((colour, i) => {
       const [from, end] = [ENDS[i - 1] || 0, ENDS[i]].map(part => 16 * part / 100);
       const band = element("rect", {x: to + from, y: at - 7, width: end - from, height: 14});
       band.style.fill = colour;
       return band;
     }));
-    const words = `${brief(id)} ${j ? `in ${count}` : "this one"}`;
+    const words = `${name ? shortened(name) : brief(id)} ${j ? `in ${count}` : "this one"}`;
     const label = element("text", {x: to + 24, y: at + 4, class: j ? "" : "mine"}, words);
     if (!j) return element("g", {}, block, label);
     return leadTo(element("a", {href: address(id, opened.cache_salt)}, block, label), id, opened.cache_salt);

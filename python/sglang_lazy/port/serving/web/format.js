@@ -4,6 +4,9 @@ const whole = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumFractionDigits: 1});
 const plural = (n, one) => `${whole.format(n)} ${one}${n === 1 ? "" : "s"}`;
 const brief = id => `${id.slice(0, 8)}…`;
+const title = ({id, name}) => name || brief(id); // what a chunk is called
+const shortened = name => (name.length > 14 ? `${name.slice(0, 13)}…` : name);
+const titleAndId = ({id, name}) => (name ? `${name}, ${id}` : id);
 
 function percent(part, all) {
   if (!all) return "–";

@@ -138,7 +138,7 @@ function showPrompt(row, {time, link, cache_salt, num_chunks, chunks}) {
     leadTo(block, id, cache_salt);
     block.className = hit ? "hit" : "miss";
     block.style.cssText = `flex-grow: ${tokens}; background: ${bands(id)}; border-color: ${colours(id)[0]}`;
-    block.title = `${id}, ${plural(tokens, "token")}, ${hit ? "cached" : "not cached"}`;
+    block.title = `${titleAndId(chunk)}, ${plural(tokens, "token")}, ${hit ? "cached" : "not cached"}`;
     block.setAttribute("aria-label", block.title);
     block.tabIndex = block === strip.firstElementChild ? 0 : -1; // arrows lead to the others
   });
@@ -149,10 +149,11 @@ function showList(list, field) {
   fill($(list), survey[list], makeItem, (item, chunk) => {
     if (!item.firstElementChild) item.replaceWith(item = makeItem());
     const button = item.firstElementChild, [block, id, tag, value] = button.children;
-    leadTo(button, chunk.id, chunk.cache_salt).title = chunk.id;
+    leadTo(button, chunk.id, chunk.cache_salt).title = titleAndId(chunk);
     button.style.background = `linear-gradient(to right, var(--bar) ${100 * chunk[field] / most}%, transparent 0)`;
     block.style.background = bands(chunk.id);
-    id.textContent = brief(chunk.id);
+    id.textContent = title(chunk);
+    id.className = chunk.name ? "name" : "id";
     tag.textContent = [
       chunk.pinned && list !== "pinned" && "pinned",
       chunk.state !== "resident" && chunk.state,
