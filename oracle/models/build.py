@@ -83,6 +83,8 @@ def init_weight(name: str, weight: torch.Tensor, generator: torch.Generator, tie
     """
     if name == "lm_head.bias":
         weight.zero_()  # SGLang adds none
+    elif name.endswith("A_log"):  # of recurrent layers: decays per token of about 0.0005 to 0.1
+        weight.uniform_(-7, -2, generator=generator)
     elif name.endswith("bias"):
         weight.normal_(0, 0.3, generator=generator)
     elif name.endswith("sinks"):  # as large as scores; SGLang keeps them in bf16

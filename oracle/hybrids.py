@@ -1,0 +1,104 @@
+"""Models with recurrent layers: transformers' code in plain PyTorch, and the oracle for prompts with chunks.
+
+A chunk is computed alone, from a state of zero. What follows it in the prompt sees the state that has gone through the
+chunk's tokens one by one, each with the key, value and gates that it had in the chunk alone.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.integrations import hub_kernels
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from .block_mask import attention_mask, visibility
+from .segments import Segment, token_ids
+
+
+def load_hybrid(path: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """The model in a folder. Kernels, which transformers would look for on a hub, are not used."""
+    hub_kernels._kernels_available = False
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def causal_logprobs(model: transformers.PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of the token after each of `ids`, [len(ids), vocab_size] fp32."""
+    return model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
+
+
+class HybridOracle:
+    """LFM2 and Qwen3.5 under the block mask: one pass over the prompt, in which attention has a mask, and convolutions
+    and the recurrence know where chunks begin and end. The recurrence is in fp64."""
+
+    def __init__(self, model_path: str):
+        self.model = load_hybrid(model_path)
+
+    @torch.inference_mode()
+    def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
+        """Log-probabilities of the token after each token of the prompt and after each generated one.
+
+        Returns [prompt + generated, vocab_size] fp32. Raises ValueError for a prompt that does not end in text.
+        """
+        if segments[-1].kind != "text":
+            raise ValueError("expected a prompt that ends in text: servers compute a last chunk as text")
+        ids = token_ids(segments) + list(generated)
+        positions = torch.arange(len(ids))
+        mask = attention_mask(self.model, visibility(segments, len(generated)), positions, positions)
+        masks = {kind: None for kind in self.model.config.layer_types} | {"full_attention": mask}
+        with _layers_know(_runs(segments, len(generated))):
+            out = self.model(torch.tensor([ids]), attention_mask=masks, position_ids=positions[None], use_cache=False)
+        return out.logits[0].float().log_softmax(-1)
+
+
+def _runs(segments: list[Segment], num_generated: int) -> list[tuple[int, int, bool]]:
+    """(begin, end, is a chunk) of each segment; generated tokens continue the last one."""
+    runs, begin = [], 0
+    for segment in segments:
+        runs.append((begin, begin := begin + len(segment.ids), segment.kind == "chunk"))
+    return [*runs, (begin, begin + num_generated, False)]
+
+
+@contextlib.contextmanager
+def _layers_know(runs):
+    """Within, transformers' recurrent layers take one prompt of these runs."""
+
+    def convolve(x, weight, bias=None, activation=None, **_):
+        """x: [1, dim, n]. A chunk has zeros before it, text whatever is before it."""
+        before, parts = weight.shape[1] - 1, []
+        for begin, end, alone in runs:
+            past = x[..., :0] if alone else x[..., max(0, begin - before) : begin]
+            inputs = F.pad(torch.cat([past, x[..., begin:end]], -1), (before - past.shape[-1], 0))
+            if begin < end:
+                parts.append(F.conv1d(inputs, weight[:, None], bias, groups=len(weight)))
+        out = torch.cat(parts, -1)
+        return F.silu(out) if activation == "silu" else out
+
+    def recur(query, key, value, g, beta, **_):
+        """query, key: [1, n, heads, K]; value: [1, n, heads, V]; g, beta: [1, n, heads]."""
+        q, k, v, g, beta = (x[0].double() for x in (query, key, value, g, beta))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        out, zero = torch.empty_like(v), v.new_zeros(*k.shape[1:], v.shape[-1])
+
+        def step(state, t):
+            state = state * g[t].exp()[:, None, None]
+            error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
+            return state + torch.einsum("hk,hv,h->hkv", k[t], error, beta[t])
+
+        seen = zero
+        for begin, end, alone in runs:
+            state = zero if alone else seen
+            for t in range(begin, end):
+                state, seen = step(state, t), step(seen, t)
+                out[t] = torch.einsum("hk,hkv->hv", q[t], state) * q.shape[-1] ** -0.5
+        return out[None].to(value.dtype), None
+
+    with (
+        mock.patch.object(modeling_lfm2, "causal_conv1d_fn", convolve),
+        mock.patch.object(modeling_qwen3_5, "causal_conv1d_fn", convolve),
+        mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur),
+    ):
+        yield
