@@ -40,6 +40,7 @@ class ProbeSums:
 
     layers: ids of the layers to sum over.
     tokens: int32 [nnz_qo], the queries among the batch's new tokens.
+    qo_indptr, q_positions, max_extend_len: these queries, as in `ExtendRows`; most linked rows have none.
     sums: float32, for each KV token of the linked rows, in their order.
     """
 
@@ -53,8 +54,8 @@ class ProbeSums:
             queries.append(begins[i] + np.flatnonzero(row.probe is not None and new >= row.probe.query_start))
         lens = [len(tokens) for tokens in queries]
         tokens = np.concatenate(queries)
-        self._max_extend_len = max(lens)
-        self.tokens, self._q_positions, self._qo_indptr = ints_to_device(
+        self.max_extend_len = max(lens)
+        self.tokens, self.q_positions, self.qo_indptr = ints_to_device(
             [tokens, current.q_positions[tokens], np.cumsum([0, *lens])], device
         )
         num_kv = sum(len(row.positions) for row in self._rows)
@@ -70,7 +71,7 @@ class ProbeSums:
     def rows(self, linked: ExtendRows) -> ExtendRows:
         """The batch's linked rows with these queries; most rows have none."""
         return dataclasses.replace(
-            linked, qo_indptr=self._qo_indptr, q_positions=self._q_positions, max_extend_len=self._max_extend_len
+            linked, qo_indptr=self.qo_indptr, q_positions=self.q_positions, max_extend_len=self.max_extend_len
         )
 
     def deliver(self, reqs: Sequence[Any], all_reduce: AllReduce) -> None:
