@@ -9,13 +9,13 @@ from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 from test_serving_tokenization import byte_level
 
 from fakes.server import FakeServer, new_frontend
+from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.view import View
 
 
 def test_a_process_has_one_state():
     manager, other = SimpleNamespace(), SimpleNamespace()
-    assert frontend_of(manager) is frontend_of(manager) is frontend_of(View(manager, tokenizer=None))
+    assert frontend_of(manager) is frontend_of(manager) is frontend_of(Overlay(manager, tokenizer=None))
     assert frontend_of(other) is not frontend_of(manager)
 
 
