@@ -58,6 +58,17 @@ def with_plugin(tmp_path_factory):
     return with_plugin
 
 
+@pytest.fixture(scope="session")
+def stock_path(tmp_path_factory) -> str:
+    """A folder for PYTHONPATH of servers without the plugin: off CUDA, stock SGLang imports a vLLM kernel that it never
+    calls."""
+    package = tmp_path_factory.mktemp("stand-in") / "vllm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
+    return str(package.parent)
+
+
 @pytest.fixture
 def freed_gpu():
     """Frees the GPU for the next engine after the test: hooks and their models form reference cycles."""

@@ -10,14 +10,9 @@ from sglang_lazy.testing import Client, running_server
 
 
 @pytest.fixture
-def stock(server_flags, tmp_path):
+def stock(server_flags, stock_path, tmp_path):
     """URL of SGLang's own server."""
-    # Off CUDA, stock SGLang imports a vLLM kernel that it never calls.
-    package = tmp_path / "stand-in" / "vllm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
-    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([stock_path, os.environ.get("PYTHONPATH", "")])
     how = dict(module="sglang.launch_server", environment={"PYTHONPATH": path})
     with running_server(server_flags, tmp_path / "stock.log", **how) as url:
         assert "segments" not in requests.get(f"{url}/openapi.json", timeout=60).text, "the server has the plugin"

@@ -1,0 +1,181 @@
+"""Recurrent layers in plain PyTorch, token by token, with the signatures of the kernels that SGLang calls for them.
+
+A batch's sequences are concatenated: sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1]. States are in slots
+and written in place; a slot below 0 is padding. Arithmetic is in fp32, or wider where the state is.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+
+def _sequences(cu_seqlens, indices):
+    """(begin, end, slot) of each sequence that has tokens and a slot."""
+    bounds = itertools.pairwise(cu_seqlens.tolist())
+    slots = range(len(cu_seqlens) - 1) if indices is None else indices.tolist()
+    return [(begin, end, slot) for (begin, end), slot in zip(bounds, slots, strict=False) if begin < end and slot >= 0]
+
+
+# Short convolutions: a slot's state is the last inputs, [dim, width - 1].
+
+
+def _convolve(x, weight, bias, activation, past):
+    """x: [dim, n]. past: [dim, width - 1], the inputs before, replaced by the last ones."""
+    inputs = torch.cat([past.to(x.dtype), x], 1)
+    past.copy_(inputs[:, -past.shape[1] :])
+    out = F.conv1d(inputs[None], weight[:, None].to(x.dtype), bias, groups=len(x))[0]
+    return F.silu(out) if activation in ("silu", "swish", True) else out
+
+
+def causal_conv1d_fn(
+    x, weight, bias=None, query_start_loc=None, cache_indices=None, has_initial_state=None, conv_states=None,
+    activation="silu", **_,
+):  # fmt: skip
+    """x: [dim, tokens]."""
+    out, before = torch.zeros_like(x), weight.shape[1] - 1
+    for i, slot in enumerate(cache_indices.tolist()):
+        begin, end = query_start_loc[i : i + 2].tolist()
+        if begin < end and slot >= 0:
+            past = conv_states[slot][:, -before:]
+            if has_initial_state is None or not has_initial_state[i]:
+                past.zero_()
+            out[:, begin:end] = _convolve(x[:, begin:end], weight, bias, activation, past)
+    return out
+
+
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, **_):
+    """x: [bs, dim] or [bs, dim, n]."""
+    tokens, before = (x[..., None] if x.dim() == 2 else x), weight.shape[1] - 1
+    out = torch.zeros_like(tokens)
+    for i, slot in enumerate(conv_state_indices.tolist()):
+        if slot >= 0:
+            out[i] = _convolve(tokens[i], weight, bias, activation, conv_state[slot][:, -before:])
+    return out.view_as(x)
+
+
+# Gated delta rule: a slot's state is [value heads, V, K].
+
+
+def fused_gdn_gating(A_log, a, b, dt_bias, *_, **__):
+    """Log decays and write strengths, [1, tokens, value heads] each."""
+    decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return decay[None], b.float().sigmoid()[None]
+
+
+def _delta_steps(q, k, v, g, beta, state, scale, normalize):
+    """One sequence. q, k: [n, key heads, K]; v: [n, value heads, V]; g, beta: [n, value heads]. state: changed."""
+    if normalize:
+        q, k = (x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1).float() for x in (q, k))
+    x, out = state.float(), torch.empty_like(v)
+    for t in range(len(v)):
+        x = x * g[t].float().exp()[:, None, None]
+        error = v[t].float() - (x * k[t, :, None]).sum(-1)
+        x = x + (beta[t].float()[:, None] * error)[..., None] * k[t, :, None]
+        out[t] = (x * q[t, :, None]).sum(-1) * scale
+    state.copy_(x)
+    return out
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False, inplace_update=True, **_,
+):  # fmt: skip
+    """Everything but states has a first dimension of 1. Returns no states at the boundaries of blocks."""
+    out, scale = torch.zeros_like(v), k.shape[-1] ** -0.5 if scale is None else scale
+    for begin, end, slot in _sequences(cu_seqlens, initial_state_indices):
+        one = [x[0, begin:end] for x in (q, k, v, g, beta)]
+        state = initial_state[slot] if inplace_update else initial_state[slot].clone()
+        out[0, begin:end] = _delta_steps(*one, state, scale, use_qk_l2norm_in_kernel)
+    return out, None, None
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False, **_
+):
+    """One token of each request. mixed_qkv: [bs, q k v]; out: [bs, 1, value heads, V]."""
+    _, num_heads, v_dim, k_dim = initial_state.shape
+    g, beta = (x[0] for x in fused_gdn_gating(A_log, a, b, dt_bias))
+    q, k, v = mixed_qkv.tensor_split([(mixed_qkv.shape[1] - num_heads * v_dim) // 2, -num_heads * v_dim], 1)
+    q, k, v = q.unflatten(1, (-1, k_dim)), k.unflatten(1, (-1, k_dim)), v.unflatten(1, (-1, v_dim))
+    out.zero_()
+    for i, slot in enumerate(ssm_state_indices.tolist()):
+        if slot >= 0:
+            one = [x[i : i + 1] for x in (q, k, v, g, beta)]
+            out[i] = _delta_steps(*one, initial_state[slot], scale, use_qk_l2norm_in_kernel)
+    return out, initial_state
+
+
+def fused_qkvzba_split_reshape_cat_contiguous(qkvz, ba, num_key_heads, num_value_heads, k_dim, v_dim):
+    """The parts of a projection: q k v, gates of the output, b, a."""
+    qkv, z = qkvz.tensor_split([2 * num_key_heads * k_dim + num_value_heads * v_dim], -1)
+    b, a = ba.tensor_split([num_value_heads], -1)
+    return qkv.contiguous(), z.unflatten(-1, (num_value_heads, v_dim)).contiguous(), b.contiguous(), a.contiguous()
+
+
+def layernorm_fn(
+    x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, is_rms_norm=True, activation="swish"
+):
+    """An RMS norm by groups, multiplied by a gate of z after or before it."""
+    assert is_rms_norm and bias is None
+    gate = 1 if z is None else F.silu(z.float()) if activation in ("swish", "silu") else z.float().sigmoid()
+    y = x.float() if norm_before_gate else x.float() * gate
+    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
+    y = (groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()).view_as(y) * weight.float()
+    return (y * gate if norm_before_gate else y).to(x.dtype)
+
+
+def fused_sigmoid_mul(x, gate, inplace=True):
+    out = (x.float() * gate.float().reshape(x.shape).sigmoid()).to(x.dtype)
+    return x.copy_(out) if inplace else out
+
+
+# Mamba-2: a slot's state is [heads, P, N].
+
+
+def _steps_of(dt, bias, softplus, limit=(0.0, float("inf"))):
+    dt = dt.float() + (0 if bias is None else bias.float())
+    return (F.softplus(dt) if softplus else dt).clamp(*limit)
+
+
+def mamba_chunk_scan_combined(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_varlen_states=False, return_track_states=False, out=None,
+    state_dtype=None, **_,
+):  # fmt: skip
+    """x: [1, tokens, heads, P]; dt: [1, tokens, heads]; A: [heads]; B, C: [1, tokens, groups, N]; D: [heads], or with
+    P. initial_states: [sequences, heads, P, N]. Writes out and returns the states after the sequences, and
+    none at boundaries of blocks."""
+    assert return_varlen_states and z is None
+    x, B, C = (each[0].float() for each in (x, B, C))
+    dt, per_group = _steps_of(dt[0], dt_bias, dt_softplus, dt_limit), x.shape[1] // B.shape[1]
+    B, C = B.repeat_interleave(per_group, 1), C.repeat_interleave(per_group, 1)
+    y, states = torch.zeros_like(x), []
+    for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        state = x.new_zeros(*x.shape[1:], B.shape[-1]) if initial_states is None else initial_states[i].float()
+        for t in range(begin, end):
+            added = (dt[t, :, None] * x[t])[..., None] * B[t, :, None]
+            state = state * (dt[t] * A.float()).exp()[:, None, None] + added
+            y[t] = (state * C[t, :, None]).sum(-1)
+        states.append(state)
+    if D is not None:
+        y += x * (D.float()[:, None] if D.dim() == 1 else D.float())
+    out.view(y.shape).copy_(y)
+    after = torch.stack(states).to(state_dtype or torch.float32)
+    return (None, after, None) if return_track_states else (None, after)
+
+
+def selective_state_update(
+    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, out=None, **_
+):
+    """One token of each request. x, dt: [bs, heads, P]; A: [heads, P, N]; B, C: [bs, groups, N]."""
+    assert z is None
+    dt, per_group = _steps_of(dt, dt_bias, dt_softplus), x.shape[1] // B.shape[1]
+    B, C = (each.float().repeat_interleave(per_group, 1)[:, :, None] for each in (B, C))
+    for i, slot in enumerate(state_batch_indices.tolist()):
+        if slot >= 0:
+            new = state[slot].float() * (dt[i, ..., None] * A.float()).exp()
+            new = new + (dt[i] * x[i].float())[..., None] * B[i]
+            state[slot] = new.to(state.dtype)
+            out[i] = (new * C[i]).sum(-1) + (0 if D is None else x[i].float() * D.float())
