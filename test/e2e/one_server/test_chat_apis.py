@@ -298,7 +298,7 @@ def reason_in(path, body):
 
 BAD = {
     "empty": (chunk(""), {}, "content[1]: the text of a chunk segment is empty"),
-    "key": ({**chunk("x"), "name": 1}, {}, "content[1]: unknown key 'name'"),
+    "key": ({**chunk("x"), "title": 1}, {}, "content[1]: unknown key 'title'"),
     "id": ({**chunk("x"), "id": 1}, {}, "content[1]: the id of a chunk"),
     "long": (chunk("x " * 3000), {}, "longer than the model's context length"),
     "salt": (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
