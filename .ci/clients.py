@@ -7,6 +7,7 @@ usage: clients.py PYTHON, the interpreter of the environment that examples/frame
 """
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,8 @@ LEAST = 90
 
 
 def output_of(*command: str | Path) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+    env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or DSPy's LiteLLM fetches a list of prices
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300, env=env).stdout
 
 
 def check_pipeline(python: str, program: Path, url: str) -> None:
