@@ -1,0 +1,1 @@
+"""What chunks do to the states of recurrent layers."""
