@@ -1,0 +1,103 @@
+"""Drafts for speculative decoding with a tiny Llama: models that guess its next tokens."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Weights = dict[str, torch.Tensor]
+
+
+def build_draft(algorithm: str, target: str, cache_dir: str | Path) -> str:
+    """The folder of a draft under `cache_dir`, made if it is not there.
+
+    algorithm: STANDALONE: the target with weights that differ a little, so that some guesses are right; EAGLE and
+        EAGLE3: heads with seeded weights, whose guesses are hardly ever right.
+    target: the folder of a Llama, as `build_model` makes it.
+    """
+    digest = hashlib.sha256(f"{Path(__file__).read_text()}{Path(target).name}".encode()).hexdigest()[:12]
+    path = Path(cache_dir) / f"draft-{algorithm.lower()}-{digest}"
+    if not path.exists():
+        work = Path(tempfile.mkdtemp(prefix=f".{algorithm}-", dir=cache_dir))
+        try:
+            config, weights = DRAFTS[algorithm](json.loads(Path(target, "config.json").read_text()), target)
+            (work / "config.json").write_text(json.dumps(config))
+            save_file(weights, work / "model.safetensors", {"format": "pt"})
+            os.rename(work, path)
+        except OSError:
+            if not path.exists():
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return str(path)
+
+
+def _standalone(config: dict, target: str) -> tuple[dict, Weights]:
+    weights, generator = load_file(Path(target, "model.safetensors")), torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if "layers." in name and weight.dim() == 2:
+            noise = torch.empty_like(weight).normal_(0, 1, generator=generator)
+            weight += 0.03 * weight.std() * noise
+    return config, weights
+
+
+def _layer(config: dict, prefix: str, num_inputs: int, generator: torch.Generator) -> Weights:
+    """A Llama's layer whose attention reads `num_inputs` features."""
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    shapes = {
+        "self_attn.q_proj": (config["num_attention_heads"] * dim, num_inputs),
+        "self_attn.k_proj": (config["num_key_value_heads"] * dim, num_inputs),
+        "self_attn.v_proj": (config["num_key_value_heads"] * dim, num_inputs),
+        "self_attn.o_proj": (hidden, config["num_attention_heads"] * dim),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    weights = {f"{prefix}{name}.weight": _random(*shape, generator=generator) for name, shape in shapes.items()}
+    return weights | {f"{prefix}post_attention_layernorm.weight": torch.ones(hidden)}
+
+
+def _random(outputs: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.empty(outputs, inputs).normal_(0, inputs**-0.5, generator=generator)
+
+
+def _eagle(config: dict, _target: str) -> tuple[dict, Weights]:
+    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(1)
+    weights = _layer(config, "layers.0.", hidden, generator)
+    weights["fc.weight"] = _random(hidden, 2 * hidden, generator)
+    weights["fc.bias"] = torch.zeros(hidden)
+    return {**config, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}, weights
+
+
+def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
+    """It guesses the even tokens only, and sees what the first three layers of the target read."""
+    hidden, vocabulary, generator = config["hidden_size"], config["vocab_size"], torch.Generator().manual_seed(2)
+    guessed = torch.arange(vocabulary) % 2 == 0
+    num_guessed = int(guessed.sum())
+    weights = _layer(config, "midlayer.", 2 * hidden, generator)
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
+        weights[f"{name}.weight"] = torch.ones(hidden)
+    weights["fc.weight"] = _random(hidden, 3 * hidden, generator)
+    weights["lm_head.weight"] = _random(num_guessed, hidden, generator)
+    weights["t2d"], weights["d2t"] = guessed, torch.arange(num_guessed)  # token 2 i is i tokens further
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": num_guessed,
+        "num_aux_hidden_states": 3,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True},
+    }
+    return {**config, **settings}, weights
+
+
+DRAFTS: dict[str, Callable[[dict, str], tuple[dict, Weights]]] = {
+    "STANDALONE": _standalone,
+    "EAGLE": _eagle,
+    "EAGLE3": _eagle3,
+}
