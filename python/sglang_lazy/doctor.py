@@ -1,7 +1,7 @@
-"""Command: what this machine and these flags would serve, and what they refuse and why, without reading weights.
+"""Command: what this machine and these flags would serve, and what they refuse, without weights.
 
-Takes the flags of `sglang_lazy.launch_server` and runs the checks that a server runs before it loads its model. Layers
-and angles are checked only once the model is loaded.
+Takes the flags of `sglang_lazy.launch_server` and runs the checks that a server runs before it
+loads its model. Layers and angles are checked only once the model is loaded.
 
 Exit status: 0 if a server would load the model, 1 if it would refuse, 2 if a flag is invalid.
 """
@@ -17,6 +17,7 @@ import torch
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.help import Help
 from sglang_lazy.launch_server import parse_args
 
 PROG = "python -m sglang_lazy.doctor"
@@ -70,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if {"-h", "--help"}.intersection(argv):
         parser = argparse.ArgumentParser(
             PROG,
-            "%(prog)s [--model-path MODEL] [flags of sglang_lazy.launch_server]",
+            "%(prog)s [--model-path MODEL] [flags of a server]",
             __doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         parser.parse_args(["--help"])
     config, rest = parse_args(argv, PROG)

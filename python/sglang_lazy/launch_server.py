@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig, add_cli_args, flag, from_cli_args
+from sglang_lazy.core.help import FirstSentences
 from sglang_lazy.port import plugin
 
 # Processes that SGLang spawns import this module before any of SGLang's, and SGLang does not load plugins in all of
@@ -20,16 +21,8 @@ plugin.load()
 
 PROG = "python -m sglang_lazy.launch_server"
 _USAGE = "%(prog)s [flags]; --help lists ours, --help-all SGLang's as well"
-
-
-class _FirstSentences(argparse.HelpFormatter):
-    """Of each flag's help, the first sentence, so that --help is one screen."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=42, width=120)
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        return super()._expand_help(action).partition(". ")[0]
+_SGLANGS = """Of SGLang's flags, first --model-path MODEL, --port PORT, --tp-size N, --admin-api-key KEY;
+--enable-cache-report and --enable-metrics count reuse; --device cpu serves without a GPU."""
 
 
 def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[str]]:
@@ -39,7 +32,12 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
     prog: the command that errors name.
     """
     parser = argparse.ArgumentParser(
-        prog=prog, add_help=False, allow_abbrev=False, usage=_USAGE, formatter_class=_FirstSentences
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        usage=_USAGE,
+        description=_SGLANGS,
+        formatter_class=FirstSentences,
     )
     add_cli_args(parser)
     args, rest = _ours(parser, argv)

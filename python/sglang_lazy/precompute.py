@@ -1,11 +1,11 @@
 """Command: compute a corpus of chunks into storage, so that servers started later find them there.
 
-The chunks file has one JSON object per line, with the text of a chunk, or its input_ids, as in the segments of
-/generate. Flags for SGLang and for us follow after --, including a storage backend. Chunks in storage are not computed
-again, so an interrupted run can be continued.
+The chunks file has one JSON object per line, with the text of a chunk, or its input_ids, as in the
+segments of /generate. Flags for SGLang and for us follow after --, including a storage backend.
+Chunks in storage are not computed again, so an interrupted run can be continued.
 
-    python -m sglang_lazy.precompute --model-path meta-llama/Llama-3.1-8B-Instruct --chunks corpus.jsonl \\
-        -- --hicache-storage-backend file
+    python -m sglang_lazy.precompute --model-path meta-llama/Llama-3.1-8B-Instruct \\
+        --chunks corpus.jsonl -- --hicache-storage-backend file
 """
 
 import argparse
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.help import Help
 from sglang_lazy.verify.prompts import read_json_lines
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags]:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.precompute",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --model-path PATH --chunks FILE -- --hicache-storage-backend BACKEND [flags of the engine]",
+        formatter_class=Help,
+        usage="%(prog)s --model-path MODEL --chunks FILE -- FLAGS",
     )
-    parser.add_argument("--model-path", required=True, help="model to start")
-    parser.add_argument("--chunks", type=Path, required=True, help="JSON Lines file")
+    parser.add_argument("--model-path", required=True, metavar="MODEL", help="model to start")
+    parser.add_argument("--chunks", type=Path, required=True, metavar="FILE", help="JSON Lines file")
     parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to compute them with, one of --lora-paths")
     args, flags = parse(parser, argv)
     if not any(flag.partition("=")[0] == "--hicache-storage-backend" for flag in flags):

@@ -1,5 +1,6 @@
 """The command `sglang-lazy`: what it becomes, and what its doctor says of machines, flags and models."""
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -31,6 +32,21 @@ def test_what_is_no_command_lists_the_commands(capsys, argv, status):
     shown = capsys.readouterr()
     assert all(name in shown.out + shown.err for name in command.COMMANDS)
     assert ("there is no command 'srve'" in shown.err) == (argv == ["srve"])
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_help_fits_on_one_screen(monkeypatch, capsys, name):
+    """Of 40 lines and 100 columns, whatever the terminal's."""
+    spec = importlib.util.find_spec(f"sglang_lazy.{command.COMMANDS[name][0]}")
+    module = importlib.import_module(f"{spec.name}.__main__" if spec.submodule_search_locations else spec.name)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith(f"usage: python -m {spec.name} ")
+    lines = shown.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100, shown
 
 
 def doctor(*argv):

@@ -164,38 +164,14 @@ def flag(name: str) -> str:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add the `--lazy-…` flags to `parser`."""
-    group = parser.add_argument_group("sglang-lazy", "chunk reuse at any position")
-    group.add_argument(
-        "--lazy-kernels",
-        choices=get_args(Kernels),
-        default=LazyConfig.kernels,
-        help="Implementation of attention over cached chunks. 'auto': cuda on Hopper (compiled at the first start), "
-        "triton on other GPUs, torch elsewhere.",
-    )
-    group.add_argument(
-        "--lazy-max-chunks",
-        type=_parsed("max_chunks"),
-        default=LazyConfig.max_chunks,
-        help="Maximum number of chunks in a prompt; a prompt with more gets a 400.",
-    )
-    group.add_argument(
-        "--lazy-fallback",
-        action="store_true",
-        help="If chunk reuse does not support the model or the flags, serve without it instead of refusing to start. "
-        "Prompts with chunks then get a 400 unless their link is full.",
-    )
-    group.add_argument(
-        "--lazy-untested-model",
-        action="store_true",
-        help="Reuse chunks with a model architecture that no test covers, if it passes the start-up check.",
-    )
+    """Add the `--lazy-…` flags to `parser`. The first sentence of each help is what --help shows."""
+    group = parser.add_argument_group("chunks")
     group.add_argument(
         "--lazy-default-link",
         type=_parsed("default_link"),
         default=LazyConfig.default_link,
         metavar="POLICY",
-        help="Policy for prompts with chunks whose request names none, for example 'base+query:ratio=0.15'. 'block': "
+        help="Policy of requests that name none, as 'base+query:ratio=0.15'. 'block': "
         "each chunk sees only itself, and its cached KV is used in place. 'epic': the first tokens of each chunk are "
         "computed in context. 'query': so are the tokens that the question attends to most. 'full': the same tokens as "
         "one ordinary prompt, answered as by stock SGLang. 'copy': like block, but each request gets a rotated copy of "
@@ -206,45 +182,45 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=_parsed("preamble"),
         default=LazyConfig.preamble,
         metavar="TEXT",
-        help="Neutral text after which policies with 'base' compute chunks; prompts never contain it.",
+        help="Neutral text after which 'base' policies compute chunks. Prompts never contain it.",
     )
     group.add_argument(
         "--lazy-chunk-separator",
         type=_parsed("chunk_separator"),
         default=LazyConfig.chunk_separator,
         metavar="TEXT",
-        help="Stands before and after each chunk in a prompt or message, for clients that cannot send chunks "
-        "otherwise: with ##, 'Read: ##A####B##Who?' has the chunks A and B. The separators themselves are dropped.",
+        help="Text before and after each chunk, for clients of plain text. With ##, 'Read: ##A####B##Who?' has the "
+        "chunks A and B. The separators themselves are dropped.",
     )
     group.add_argument(
         "--lazy-chunk-roles",
         type=_parsed("chunk_roles"),
         default=LazyConfig.chunk_roles,
         metavar="ROLE[,ROLE]",
-        help="The whole text of messages with these roles is a chunk, for example 'tool'.",
+        help="Roles whose messages are chunks as a whole, for example 'tool'.",
     )
+    group.add_argument(
+        "--lazy-max-chunks",
+        type=_parsed("max_chunks"),
+        default=LazyConfig.max_chunks,
+        metavar="N",
+        help="Most chunks of a prompt. One with more gets a 400.",
+    )
+    group = parser.add_argument_group("memory")
     group.add_argument(
         "--lazy-max-pinned",
         type=_parsed("max_pinned"),
         default=LazyConfig.max_pinned,
         metavar="SHARE",
-        help="Share of the KV pool that chunks pinned through /chunks may take; 0 for no pins.",
-    )
-    group.add_argument(
-        "--lazy-chunk-pool",
-        type=_parsed("chunk_pool"),
-        default=LazyConfig.chunk_pool,
-        metavar="SHARE",
-        help="Share of the KV memory, also of --max-total-tokens, for chunks of a model that reads them by "
-        "cross-attention (Comb). Per token, a chunk takes memory only in the cross layers.",
+        help="Share of the KV pool for pinned chunks; 0 for no pins.",
     )
     group.add_argument(
         "--lazy-host-share",
         type=_parsed("host_share"),
         default=LazyConfig.host_share,
         metavar="SHARE",
-        help="Share of the host memory of --hicache-size or --hicache-ratio for chunks; prompts without chunks have "
-        "the rest, in SGLang's own host tier.",
+        help="Share of --hicache-size or --hicache-ratio for chunks. Prompts without chunks have the rest, in SGLang's "
+        "own host tier.",
     )
     group.add_argument(
         "--lazy-storage-writers",
@@ -254,10 +230,48 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Threads that write chunks to storage. More keep up with faster storage, and slow prompts beside them.",
     )
     group.add_argument(
+        "--lazy-chunk-pool",
+        type=_parsed("chunk_pool"),
+        default=LazyConfig.chunk_pool,
+        metavar="SHARE",
+        help="Share of the KV memory for chunks that an encoder reads (Comb). Also of --max-total-tokens. Per token, a "
+        "chunk takes memory only in the cross layers.",
+    )
+    group = parser.add_argument_group("what is served")
+    group.add_argument(
+        "--lazy-kernels",
+        choices=get_args(Kernels),
+        default=LazyConfig.kernels,
+        metavar="NAME",
+        help="Attention over cached chunks: auto, torch, triton or cuda. 'auto': cuda on Hopper (compiled at the first "
+        "start), triton on other GPUs, torch elsewhere.",
+    )
+    group.add_argument(
+        "--lazy-untested-model",
+        action="store_true",
+        help="Serve an untested architecture that passes the start-up check.",
+    )
+    group.add_argument(
+        "--lazy-fallback",
+        action="store_true",
+        help="Serve without chunk reuse what it does not support. Else the server refuses to start. "
+        "Prompts with chunks then get a 400 unless their link is full.",
+    )
+    group.add_argument(
+        "--lazy-keys",
+        type=_parsed("keys"),
+        default=LazyConfig.keys,
+        metavar="FILE",
+        help="JSON file with keys of applications and their scopes. These are read, chunks, prompts and admin; a key "
+        "may be bound to a tenant. Needs --admin-api-key.",
+    )
+    group = parser.add_argument_group("shadow mode")
+    group.add_argument(
         "--lazy-shadow-rate",
         type=_parsed("shadow_rate"),
         default=LazyConfig.shadow_rate,
-        help="Fraction of greedy answers with chunks to repeat with link full while the server is idle. /metrics "
+        metavar="SHARE",
+        help="Share of greedy answers to repeat with link full when idle. /metrics "
         "counts how often both agree (sglang_lazy:shadow_...). Needs --enable-metrics.",
     )
     group.add_argument(
@@ -265,16 +279,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=_parsed("shadow_min_agreement"),
         default=LazyConfig.shadow_min_agreement,
         metavar="SHARE",
-        help="Minimum share of identical answers among the last ones that shadow mode compared under a policy. Below "
-        "it the log warns and sglang_lazy:shadow_alarm is 1.",
-    )
-    group.add_argument(
-        "--lazy-keys",
-        type=_parsed("keys"),
-        default=LazyConfig.keys,
-        metavar="FILE",
-        help="JSON file with keys of applications, each with its scopes (read, chunks, prompts, admin) and, if it is "
-        "bound to one, its tenant. Needs --admin-api-key.",
+        help="Share of identical answers below which it raises an alarm. It is of the last ones compared under a "
+        "policy. Below it the log warns and sglang_lazy:shadow_alarm is 1.",
     )
 
 

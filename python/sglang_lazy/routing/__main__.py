@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from yarl import URL
 
+from sglang_lazy.core.help import Help
 from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.middleware import Middleware
 from sglang_lazy.serving.picker import CAPACITY, IMBALANCE, Picker
@@ -54,18 +55,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.routing",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
+        usage="%(prog)s --router URL [options]",
     )
     parser.add_argument("--router", type=_url, required=True, metavar="URL", help="URL of smg.")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=_port, default=30001)
+    parser.add_argument("--host", default="127.0.0.1", help="Address to listen at (default: %(default)s).")
+    parser.add_argument(
+        "--port", type=_port, default=30001, metavar="PORT", help="Port to listen at (default: %(default)s)."
+    )
     parser.add_argument(
         "--imbalance",
         type=_at_least_one(float),
         default=IMBALANCE,
-        help="Maximum requests in flight at a worker, as a multiple of the mean.",
+        metavar="X",
+        help="Maximum requests in flight at a worker, in means of all (default: %(default)s).",
     )
-    parser.add_argument("--capacity", type=_at_least_one(int), default=CAPACITY, help="Chunks to remember per worker.")
+    parser.add_argument(
+        "--capacity",
+        type=_at_least_one(int),
+        default=CAPACITY,
+        metavar="N",
+        help="Chunks to remember per worker (default: %(default)s).",
+    )
     parser.add_argument(
         "--kv-events",
         type=_hashes,

@@ -1,10 +1,10 @@
 """Command: compare policies for reusing chunks with link full, on your prompts, and recommend one.
 
-It starts the model (--model-path; flags for SGLang and for us follow after --) or queries a running server (--url). The
-prompts file has one JSON object per line: segments as in /generate, or docs (title, text) and question; optionally
-answers, a list of gold answers.
+It starts the model (--model-path; flags for SGLang and for us follow after --) or queries a running
+server (--url). The prompts file has one JSON object per line: segments as in /generate, or docs
+(title, text) and question; optionally answers, a list of gold answers.
 
-Exit status: 0 if a policy meets every threshold or none was set, 1 if no policy does, 2 if there is no result.
+Exit status: 0 if a policy meets every threshold or none was set, 1 if no policy does, 2 on errors.
 """
 
 import argparse
@@ -18,9 +18,10 @@ from pathlib import Path
 
 from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import BadSetting
+from sglang_lazy.core.help import Help
 from sglang_lazy.verify import Report, Thresholds, connect, verify
 from sglang_lazy.verify.cases import parse_prompt, read_prompts
-from sglang_lazy.verify.policies import ALL, parse_policies
+from sglang_lazy.verify.policies import parse_policies
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags | None]:
@@ -28,27 +29,28 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags | N
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.verify",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s (--model-path PATH | --url URL) --prompts FILE [options] [-- flags of the engine]",
+        formatter_class=Help,
+        usage="%(prog)s (--model-path M | --url URL) --prompts FILE [options] [-- FLAGS]",
     )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--model-path", help="model to start")
+    what = parser.add_argument_group("what to compare")
+    where = what.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model-path", metavar="MODEL", help="model to start")
     where.add_argument("--url", help="running server, one of sglang_lazy.launch_server")
-    parser.add_argument("--api-key", help="key of the server at --url")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines file")
-    parser.add_argument(
+    what.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
+    what.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="JSON Lines file")
+    what.add_argument(
         "--policies",
         type=parse_policies,
         metavar="LINK,...",
-        help="policies to compare (default: the server's default link); all: those that the server does not refuse of "
-        + ", ".join(ALL),
+        help="policies (default: the server's); all: those of docs/verify.md that the server does not refuse",
     )
-    parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to answer with, which the server has loaded")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="maximum tokens of an answer (default: 32)")
-    parser.add_argument("--stop", action="append", help="text that ends an answer; may be given several times")
-    parser.add_argument("--out", type=Path, help="file for the report as JSON, every prompt's answers included")
+    what.add_argument("--lora-path", metavar="NAME", help="LoRA adapter, one that the server has loaded")
+    what.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="most tokens of an answer (32)")
+    what.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; may be given several times")
+    what.add_argument("--out", type=Path, metavar="FILE", help="the report as JSON, with every prompt's answers")
+    limits = parser.add_argument_group("thresholds")
     for field in dataclasses.fields(Thresholds):
-        parser.add_argument(_flag(field.name), type=_limit(field.name), metavar="X", help=_HELP[field.name])
+        limits.add_argument(_flag(field.name), type=_limit(field.name), metavar="X", help=_HELP[field.name])
     args, flags = parse(parser, argv)
     if args.url and flags:
         parser.error("flags after -- are for an engine started with --model-path")
@@ -90,12 +92,12 @@ def _named(args: argparse.Namespace) -> Sequence[str]:
 
 
 _HELP = {
-    "min_agreement": "minimum share of identical answers, 0..1",
-    "min_first_token_agreement": "minimum share of identical first tokens, 0..1",
-    "max_kl": "maximum KL(full || policy) of the first token, mean over the prompts, in nats",
-    "max_em_drop": "maximum points of exact match (of 100) that a policy may lose",
-    "max_f1_drop": "maximum points of F1 (of 100) that a policy may lose",
-    "budget_ms": "maximum milliseconds to the first token with the documents cached, median over the prompts",
+    "min_agreement": "least share of identical answers, 0..1",
+    "min_first_token_agreement": "least share of identical first tokens, 0..1",
+    "max_kl": "largest KL(full || policy) of the first token, mean over the prompts, nats",
+    "max_em_drop": "points of exact match (of 100) that a policy may lose",
+    "max_f1_drop": "points of F1 (of 100) that a policy may lose",
+    "budget_ms": "median milliseconds to the first token with the documents cached",
 }
 
 
