@@ -161,3 +161,44 @@ def test_the_page_asks_for_the_key(url, browser):
     assert other.goto(f"{url}/lazy").status == 401
     expect(other.locator("#secret")).to_be_visible()
     other.close()
+
+
+def test_the_page_takes_another_key(url, browser):
+    """After a refusal of what the first one does not open, and of a tenant's; the page returns to where it was."""
+    call(url, "POST", "/chunks", "admin", chunks=[DOCUMENT], wait=True)
+    (listed,) = call(url, "GET", "/chunks", "admin").json()["chunks"]
+    page = browser.new_page()
+    page.goto(f"{url}/lazy#{listed['id']}/tenant")
+    secret, acted, pin = page.locator("#secret"), page.locator("#acted"), page.locator("#pin")
+
+    def enter(key):
+        secret.fill(key)
+        page.get_by_role("button", name="Open").click()
+
+    enter(READER)
+    pin.click()
+    expect(acted).to_have_text("It did not work: this route needs a key with the scope chunks, and this key has read")
+    assert not call(url, "GET", f"/chunks/{listed['id']}", "admin").json()["chunks"][0]["pinned"]
+    page.get_by_role("button", name="Enter another key").click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.locator("#keep").click()  # without another one, it goes on
+    page.get_by_role("button", name="Enter another key").or_(pin).first.wait_for()
+    pin.click()
+    page.get_by_role("button", name="Enter another key").click()
+    enter("admin")
+    expect(page.locator("#chunk-id")).to_have_text(listed["id"])
+    pin.click()
+    expect(acted).to_have_text("It is pinned.")
+    assert call(url, "GET", f"/chunks/{listed['id']}", "admin").json()["chunks"][0]["pinned"]
+    page.keyboard.press("Escape")
+
+    page.get_by_role("button", name="Another key").click()
+    enter(READER)
+    expect(page.locator("#numbers")).to_be_visible()
+    page.get_by_label("all tenants").check()
+    expect(page.locator("#message")).to_contain_text("needs a server with --admin-api-key")
+    expect(secret).to_be_visible()
+    enter(OPERATOR)
+    expect(page.locator("#message")).to_be_hidden()
+    expect(page.locator(f"[data-chunk='{listed['id']}']").first).to_be_visible()
+    page.close()

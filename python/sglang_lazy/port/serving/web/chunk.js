@@ -28,7 +28,8 @@ async function open(id, salt) {
   $("chunk-id").textContent = id;
   $("chunk-name").textContent = "Chunk";
   $("used").textContent = "";
-  for (const part of ["facts", "graph"]) $(part).replaceChildren();
+  for (const part of ["facts", "graph", "acted"]) $(part).replaceChildren();
+  $("acts").hidden = $("rekey").hidden = true;
   if (!$("chunk").open) $("chunk").showModal();
   await showChunk();
 }
@@ -41,8 +42,9 @@ async function showChunk() {
   if (chunk.status === "fulfilled") {
     showFacts(chunk.value);
   } else {
-    const words = chunk.reason.status === 404 ? "It is not cached." : chunk.reason.message;
+    const words = chunk.reason.status === 404 ? "It is not cached." : reason(chunk.reason);
     $("facts").replaceChildren(element("p", {}, words));
+    $("acts").hidden = true;
   }
   const drawn = JSON.stringify(uses.value);
   if (uses.status === "fulfilled" && drawn !== opened.uses) showUses(uses.value);
@@ -52,6 +54,9 @@ async function showChunk() {
 function showFacts({chunks, registration}) {
   const {name} = chunks.find(({name}) => name) || {};
   $("chunk-name").textContent = name || "Chunk";
+  document.title = `${name || brief(opened.id)} · sglang-lazy`;
+  $("acts").hidden = !chunks.length;
+  $("unpin").hidden = !chunks.some(({pinned}) => pinned);
   const lists = chunks.map(factsOf);
   if (registration) lists.push({registration: `${registration.state} ${registration.reason || ""}`});
   const pair = ([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)));
@@ -76,6 +81,30 @@ function factsOf(chunk) {
   };
 }
 
+// Pins or deletes the chunk in the dialog, in all its copies, and says what came of it.
+async function act(method, body) {
+  const wanted = opened, {id, cache_salt} = opened;
+  let words, refused = false;
+  $("acted").textContent = "…";
+  try {
+    const [done] = (await call(method, `chunks/${id}`, {cache_salt}, body)).affected;
+    words = DONE[done.state || (done.pinned ? "pinned" : "unpinned")];
+  } catch (error) {
+    words = `It did not work: ${reason(error)}`;
+    refused = wantsKey(error);
+  }
+  if (wanted !== opened) return;
+  $("acted").textContent = words;
+  $("rekey").hidden = !refused;
+  await showChunk();
+}
+
+const DONE = {
+  pinned: "It is pinned.",
+  unpinned: "Its pin has ended.",
+  deleted: "It is deleted.",
+  "in use": "It is in use, and goes when the requests that hold it have ended.",
+};
 const written = value => (typeof value === "string" ? value : JSON.stringify(value));
 
 // Prompts on the left, chunks on the right, and which uses which.

@@ -22,8 +22,16 @@ $("prompts").addEventListener("keydown", event => {
   next.focus();
 });
 $("close").addEventListener("click", () => $("chunk").close());
+for (const name of ["another", "rekey"]) $(name).addEventListener("click", askForKey);
+$("keep").addEventListener("click", goOn);
+$("pin").addEventListener("click", () => act("PATCH", {pin: true, ttl: Number($("ttl").value) || null}));
+$("unpin").addEventListener("click", () => act("PATCH", {pin: false}));
+$("delete").addEventListener("click", () => {
+  if (confirm("Delete this chunk from the cache? Prompts that need it compute it again.")) act("DELETE");
+});
 $("chunk").addEventListener("close", () => {
   opened = null;
+  document.title = "Chunks · sglang-lazy";
   if ($("key").hidden) history.replaceState(null, "", location.pathname); // else it is shown again to who has the key
 });
 $("chunk").addEventListener("click", ({target}) => { if (target === $("chunk")) $("chunk").close(); });
@@ -42,7 +50,7 @@ for (const [form, act] of Object.entries({
     $("secret").value = "";
     if (/[^\x20-\x7e]/.test(key)) return refuse(); // no header can carry it
     sessionStorage.setItem("key", key);
-    poll();
+    goOn();
   },
 })) {
   $(form).addEventListener("submit", event => {
@@ -55,7 +63,7 @@ for (const id of ["salt", "all"]) {
     survey = null;
     $("numbers").hidden = $("listed").hidden = $("more").hidden = true;
     $("status").textContent = "connecting …";
-    poll();
+    goOn();
   });
 }
 document.addEventListener("visibilitychange", () => document.hidden || poll());

@@ -7,26 +7,39 @@ let received = 0; // when it came, in milliseconds of this browser's clock
 let turn = 0; // grows with each request, so that late answers to former ones are left alone
 let paused = false;
 
-async function ask(path, query = {}) {
-  const all = {cache_salt: $("salt").value, all: $("all").checked || "", ...query};
+const ask = (path, query = {}) => call("GET", path, {all: $("all").checked || "", ...query});
+
+async function call(method, path, query, body) {
+  const all = {cache_salt: $("salt").value, ...query};
   const given = new URLSearchParams(Object.entries(all).filter(([, value]) => value !== ""));
-  const key = sessionStorage.getItem("key");
-  const answer = await fetch(`${path}?${given}`, {headers: key ? {Authorization: `Bearer ${key}`} : {}});
-  const body = await answer.json();
-  if (answer.ok) return body;
-  throw Object.assign(new Error(body.detail || body.error?.message || body.error || answer.statusText), {status: answer.status});
+  const key = sessionStorage.getItem("key"), headers = key ? {Authorization: `Bearer ${key}`} : {};
+  const answer = await fetch(`${path}?${given}`, {method, headers, body: body && JSON.stringify(body)});
+  const told = await answer.json();
+  if (answer.ok) return told;
+  throw Object.assign(new Error(told.message || told.error?.message || told.error || told.detail || answer.statusText), {status: answer.status});
 }
+
+const reason = error => (error.status ? error.message : "The server does not answer; trying again.");
+const wantsKey = error => error.status === 401 || error.status === 403; // none, a wrong one, or one that opens less
 
 function complain(error) {
   if (!error.status) console.error(error);
   const keyless = error.status === 401;
   if (keyless && sessionStorage.getItem("key")) refuse();
-  $("key").hidden = !keyless;
-  if (keyless) $("chunk").close();
+  if (wantsKey(error)) askForKey();
   $("message").hidden = keyless;
-  $("message").textContent = error.status ? error.message : "The server does not answer; trying again.";
+  $("message").textContent = reason(error);
   $("status").textContent = keyless ? "locked" : error.status ? "refused" : "no connection";
   $("numbers").hidden = keyless || !survey;
+}
+
+// Behind the form, the page stands still until it has a key or is told to go on without another.
+function askForKey() {
+  if (!$("key").hidden) return;
+  $("key").hidden = false;
+  $("keep").hidden = !survey;
+  $("chunk").close();
+  $("secret").focus();
 }
 
 // Says so until another key has opened the page.
@@ -35,16 +48,22 @@ function refuse() {
   $("wrong").hidden = false;
 }
 
+function goOn() {
+  $("key").hidden = true;
+  poll();
+}
+
 async function poll() {
   const mine = ++turn;
   let pause = PAUSE;
-  if (!paused && !document.hidden) {
+  if (!paused && !document.hidden && $("key").hidden) {
     try {
       const answer = await ask("lazy/survey");
       if (mine !== turn) return;
       [survey, received] = [answer, performance.now()];
-      $("message").hidden = $("key").hidden = $("wrong").hidden = true;
+      $("message").hidden = $("wrong").hidden = true;
       $("numbers").hidden = false;
+      $("another").hidden = !sessionStorage.getItem("key");
       show();
       if (opened) await showChunk();
       else follow();
