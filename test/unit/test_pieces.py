@@ -1,67 +1,18 @@
 """Pieces of random batches, carried out on strings of tokens: a state is the tokens that it has gone through."""
 
 import itertools
-import random
 
 import pytest
 import torch
 
+from fakes.recurrent_batches import NUM_SLOTS, Batch
 from sglang_lazy.recurrent.pieces import Chunk, ChunkRow, Pieces, Text, TextRow
 
-WIDTH, NUM_SLOTS, CPU = 3, 12, torch.device("cpu")
+WIDTH, CPU = 3, torch.device("cpu")
 
 
-class Batch:
-    """Random rows, and what must come of them.
-
-    requests, chunks: the tokens in each slot before the batch; a chunk computed in part has its first ones.
-    tokens: the batch's own.  before: what each piece's state has gone through.
-    requests_after, chunks_after: the slots that the batch writes.
-    """
-
-    def __init__(self, seed):
-        self.dice, self.names = random.Random(seed), itertools.count(1)
-        self.requests = [self.draw(0, 5) for _ in range(NUM_SLOTS)]
-        self.chunks = [self.draw(WIDTH, 6) for _ in range(NUM_SLOTS)]
-        self.rows, self.tokens, self.before = [], [], []
-        self.requests_after, self.chunks_after = {}, {}
-        cached, free = list(range(1, 5)), iter(range(5, NUM_SLOTS))
-        slots = self.dice.sample(range(1, NUM_SLOTS), 4)
-        for _ in range(self.dice.randint(0, 3)):
-            after = self.dice.choice([None, None, *cached, *self.chunks_after])
-            resumed = self.dice.random() < 0.4 and after not in self.chunks_after
-            self.add_chunk(next(free), resumed, after)
-        for slot in slots[: self.dice.randint(not self.rows, 4)]:
-            self.add_text(slot, [*cached, *self.chunks_after] if self.dice.random() < 0.7 else [])
-
-    def draw(self, least, most):
-        return [next(self.names) for _ in range(self.dice.randint(least, most))]
-
-    def add_piece(self, before, least):
-        new = self.draw(least, 6)
-        self.before.append(before)
-        self.tokens += new
-        return new
-
-    def add_chunk(self, slot, resumed, after):
-        start = self.chunks[slot] if resumed else []
-        preamble = [] if after is None else self.chunks_after.get(after, self.chunks[after])
-        new = self.add_piece(preamble + start, 1 if resumed else WIDTH)
-        self.rows.append(ChunkRow(slot, len(new), resumed, after))
-        self.chunks_after[slot] = start + new
-
-    def add_text(self, slot, chunks):
-        resumed = self.dice.random() < 0.5
-        seen, parts = self.requests[slot] if resumed else [], []
-        for _ in range(self.dice.randint(1, 3)):
-            for chunk in self.dice.choices(chunks, k=self.dice.randint(0, 2)) if chunks else []:
-                parts.append(Chunk(chunk))
-                seen = seen + self.chunks_after.get(chunk, self.chunks[chunk])
-            new = self.add_piece(seen, 1)
-            parts.append(Text(len(new)))
-            seen = seen + new
-        self.rows.append(TextRow(slot, resumed, parts))
-        self.requests_after[slot] = seen
+def draw(seed):
+    return Batch(seed, longest=6, shortest=WIDTH)
 
 
 def link(rows, before, requests, chunks, pieces=None):
@@ -105,7 +56,7 @@ def carry_out(plan, batch):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_states_of_random_batches(seed):
-    batch = Batch(seed)
+    batch = draw(seed)
     plan = Pieces.of(batch.rows, WIDTH, CPU)
     assert sum(plan.lens) == len(batch.tokens) and plan.indices.tolist() == list(range(len(plan.lens)))
     before, requests, chunks = carry_out(plan, batch)
@@ -121,7 +72,7 @@ def last_inputs(tokens):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_last_inputs_of_random_batches(seed):
-    batch = Batch(seed)
+    batch = draw(seed)
     plan = Pieces.of(batch.rows, WIDTH, CPU)
     known = [torch.tensor([[last_inputs(tokens)] for tokens in group]).float() for group in (
         batch.requests, batch.chunks
@@ -132,7 +83,7 @@ def test_last_inputs_of_random_batches(seed):
 
 
 def test_random_batches_have_all_there_is():
-    plans = [Pieces.of(Batch(seed).rows, WIDTH, CPU) for seed in range(300)]
+    plans = [Pieces.of(draw(seed).rows, WIDTH, CPU) for seed in range(300)]
     for has in (
         lambda plan: plan.early is None,
         lambda plan: plan.late is None,

@@ -68,6 +68,14 @@ class Owned(NamedTuple):
     pieces: torch.Tensor
     slots: torch.Tensor
 
+    def store(self, of_pieces: torch.Tensor, of_slots: torch.Tensor) -> None:
+        """Copy from pieces to slots.  Both: a first dimension of theirs, the others alike."""
+        of_slots[self.slots] = of_pieces[self.pieces].to(of_slots.dtype)
+
+    def load(self, of_pieces: torch.Tensor, of_slots: torch.Tensor) -> None:
+        """Copy from slots to pieces."""
+        of_pieces[self.pieces] = of_slots[self.slots].to(of_pieces.dtype)
+
 
 class Inputs(NamedTuple):
     """The convolutions' last inputs before each piece, `width` of them.
