@@ -8,6 +8,7 @@ COMMANDS = {
     "serve": ("launch_server", "start a server that reuses chunks"),
     "doctor": ("doctor", "say what this machine and these flags would serve, and what they refuse, without weights"),
     "verify": ("verify", "compare policies on your prompts, and recommend one"),
+    "bench": ("bench", "measure first tokens of your prompts, with chunks and without, on a server"),
     "precompute": ("precompute", "compute a corpus into storage, ahead of its use"),
     "routing": ("routing", "send prompts to the worker that has their chunks, before the router smg"),
 }

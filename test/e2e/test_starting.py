@@ -70,7 +70,7 @@ def test_help_is_ours_on_one_screen_and_help_all_has_both_kinds_of_flags(capsys)
             launch_server.main([flag])
         assert ended.value.code == 0
         shown = capsys.readouterr().out
-        assert "--lazy-max-chunks" in shown and ("--tp-size" in shown) == sglangs
+        assert "--lazy-max-chunks" in shown and ("--schedule-policy" in shown) == sglangs
         assert (len(shown.splitlines()) < 40) != sglangs
 
 
@@ -142,9 +142,12 @@ COMMANDS = [
         ["--", "--hicache-storage-backend", "file", "--lazy-chunk-pool=1"],
         "argument --lazy-chunk-pool: must be above 0 and below 1",
     ),
+    ("bench", ["--count", "0"], "argument --count: must be a number of at least 1"),
+    ("bench", ["--", "--lazy-max-chunks", "0"], "argument --lazy-max-chunks: must be at least 1"),
     ("routing", ["--capacity", "0"], "argument --capacity: must be a number of at least 1"),
 ]
 REQUIRED = {
+    "bench": ["--model-path", "m"],
     "verify": ["--model-path", "m", "--prompts", "nowhere"],
     "precompute": ["--model-path", "m", "--chunks", "nowhere"],
     "routing": ["--router", "http://127.0.0.1:9"],
