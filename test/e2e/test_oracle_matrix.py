@@ -50,6 +50,8 @@ Waves = list[list[tuple[list[Segment], dict]]]  # by batch: the prompts and thei
 class Served:
     """One model, served by the engine and known to the oracle."""
 
+    num_tokens = NUM_TOKENS
+
     def __init__(self, name: str, folder, **options):
         self.path = build(name, folder)
         oracle = Oracle(self.path)
@@ -64,7 +66,7 @@ class Served:
         segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
         outputs = self.engine.generate(
             segments=segments if len(prompts) > 1 else segments[0],
-            sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+            sampling_params={"temperature": 0, "max_new_tokens": self.num_tokens, "ignore_eos": True},
             return_logprob=True,
         )
         outputs = outputs if len(prompts) > 1 else [outputs]
@@ -75,7 +77,7 @@ class Served:
     def check(self, prompt: list[Segment], output: dict) -> None:
         """The answer is the oracle's, and its log-probabilities and the report on the prompt are right."""
         tokens, meta = output["output_ids"], output["meta_info"]
-        assert len(tokens) == NUM_TOKENS
+        assert len(tokens) == self.num_tokens
         # Each token must be the oracle's choice after the tokens answered before it; by induction, all are.
         expected = self.expected(tuple(prompt), tuple(tokens[:-1]))
         assert greedy(expected) == tokens

@@ -13,6 +13,7 @@ from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScali
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.policies import get_policy
@@ -68,7 +69,7 @@ UNFIT_FLAGS = [
     ("decode_attention_backend", "flashmla", "attention backend flashmla:"),
     ("page_size", 16, "page size 16"),
     ("disable_radix_cache", True, "--disable-radix-cache"),
-    ("speculative_algorithm", "EAGLE", "speculative decoding"),
+    ("speculative_algorithm", "NGRAM", "--speculative-algorithm NGRAM"),
     ("disaggregation_mode", "prefill", "disaggregation"),
     ("pp_size", 2, "pipeline parallelism"),
     ("attn_dp_size", 2, "data-parallel attention"),
@@ -101,6 +102,39 @@ UNFIT_FLAGS = [
 ]
 
 
+DRAFTING = {
+    **FLAGS,
+    "enable_hierarchical_cache": False,
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "enable_multi_layer_eagle": False,
+    "speculative_adaptive": False,
+    "enable_mixed_chunk": False,
+    "enable_lora": None,
+    "lora_paths": None,
+    "tp_size": 1,
+}
+TREE = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+UNFIT_TO_DRAFT = [
+    *(
+        ({"speculative_algorithm": name}, f"--speculative-algorithm {name}")
+        for name in ("DFLASH", "DSPARK", "UNO", "NGRAM", "FROZEN_KV_MTP")
+    ),
+    ({"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}, TREE),
+    ({"speculative_num_steps": 8, "speculative_num_draft_tokens": 9}, TREE),
+    ({"speculative_num_steps": 0, "speculative_num_draft_tokens": 1}, TREE),
+    ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+    ({"speculative_adaptive": True}, "--speculative-adaptive"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+    ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+    ({"enable_lora": True}, "LoRA"),
+    ({"lora_paths": ["a"]}, "LoRA"),
+    ({"tp_size": 2}, "--tp-size"),
+]
+
+
 class Args(SimpleNamespace):
     """`ServerArgs` whose flags are resolved."""
 
@@ -122,6 +156,27 @@ def test_flags_are_sglangs_own():
     """Every flag checked exists, so that a renamed one cannot pass unnoticed; and each is refused in a test below."""
     assert set(FLAGS) <= set(ServerArgs.__struct_fields__)
     assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_chains_of_drafts_fit(algorithm, steps):
+    given = {"speculative_algorithm": algorithm, "speculative_num_steps": steps}
+    assert compat.unfit_flags(Args(**{**DRAFTING, **given, "speculative_num_draft_tokens": steps + 1})) == []
+    assert set(DRAFTING) <= set(ServerArgs.__struct_fields__)
+
+
+@pytest.mark.parametrize(("flags", "reason"), UNFIT_TO_DRAFT)
+def test_unfit_to_draft(flags, reason):
+    (given,) = compat.unfit_flags(Args(**{**DRAFTING, **flags}))
+    assert reason in given
+
+
+def test_drafting_on_another_stream():
+    with envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.override(True):
+        assert compat.unfit_flags(Args(**FLAGS)) == []
+        (given,) = compat.unfit_flags(Args(**DRAFTING))
+    assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in given
 
 
 @pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_RADIX_FORCE_MISS"])
@@ -186,6 +241,7 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
     fields = {
         "model_config": SimpleNamespace(**config),
         "server_args": backends("triton"),
+        "spec_algorithm": SpeculativeAlgorithm.NONE,
         "token_to_kv_pool": SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(1, *shapes[layer_id])),
         "kv_cache_dtype": torch.bfloat16,
         "kv_cache_dtype_str": "auto",
@@ -228,6 +284,21 @@ def test_unfit_models(changes, reason):
 
 
 FP8 = {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes", "reason"),
+    [
+        ({"sliding_window_size": 511}, {}, "windows"),
+        ({}, {"model_is_mrope": True}, "M-RoPE"),
+        ({}, FP8, "fp8"),
+    ],
+)
+def test_unfit_models_whose_tokens_are_drafted(layer, changes, reason):
+    drafting = {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}
+    assert compat.unfit_model(runner(Layer(plain_rope()), **drafting)) == []
+    (given,) = compat.unfit_model(runner(Layer(plain_rope(), **layer), **drafting, **changes))
+    assert reason in given
 
 
 def scaled(k_scale, v_scale):

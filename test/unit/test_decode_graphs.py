@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_lazy.attention.rows import LinkedBatch
@@ -29,7 +30,7 @@ class LinkedBackend(LinkAttention, StockBackend):
     def __init__(self, slots):
         self.link_table = SimpleNamespace(current=LinkedBatch(), ends=torch.empty(0))
         self.link_model = SimpleNamespace(window_slots=slots.__getitem__)
-        self.link_decode = SimpleNamespace(allocate_for_graphs=lambda max_bs: None, of=lambda batch, for_graph: {})
+        self.link_decode = SimpleNamespace(allocate_for_graphs=lambda max_rows: None, of=lambda batch, for_graph: {})
         self.init_cuda_graph_state(MAX_BS, MAX_BS)
 
 
@@ -41,7 +42,8 @@ def test_padding_writes_nowhere():
     backend = LinkedBackend(slots)
 
     def prepare(tokens):
-        backend.init_forward_metadata_out_graph(SimpleNamespace(out_cache_loc=torch.tensor(tokens)))
+        batch = SimpleNamespace(out_cache_loc=torch.tensor(tokens), forward_mode=ForwardMode.DECODE)
+        backend.init_forward_metadata_out_graph(batch)
 
     prepare([0] * 8)
     captured = backend.link_window_slots  # what the graph reads in every replay
@@ -55,12 +57,13 @@ def table():
     return SegmentTable(1, 1, "cpu", ServedModel({}, {0: AttentionLayer(1, 1, 2, rope)}))
 
 
-def captures(segment_table):
+def captures(segment_table, drafts=False):
     """What SGLang's loop captures for one size, without LoRA: the labels of variants, and the batch that a backend sees
-    in each."""
+    in each.  drafts: whether the model drafts."""
     seen = []
     graph_runner = SimpleNamespace(
         model_runner=SimpleNamespace(
+            is_draft_worker=drafts,
             device="cpu",
             gpu_id=0,
             model=torch.nn.Module(),
@@ -94,4 +97,9 @@ def test_each_shape_is_captured_for_linked_rows_too():
 
 def test_models_without_chunk_reuse_have_the_stock_graphs():
     graph_runner, seen = captures(None)
+    assert seen == [(None, None)] and graph_runner.attention_graph_variants is None
+
+
+def test_models_that_draft_have_the_stock_graphs():
+    graph_runner, seen = captures(table(), drafts=True)
     assert seen == [(None, None)] and graph_runner.attention_graph_variants is None

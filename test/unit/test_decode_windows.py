@@ -1,6 +1,7 @@
 """What decode reads under a sliding window: the last tokens by position, wherever they are in the row."""
 
 import dataclasses
+import itertools
 import logging
 import re
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from sgl_kernel_lazy import get_implementation, rope_cos_sin, rotate_queries
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.port.model.decode_rows import DecodeRows
+from sglang_lazy.port.model.decode_rows import DecodeRows, QueryRows
 
 HEADS, HEAD_DIM, CONTEXT, POOL = 2, 32, 400, 2000
 ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 1024), is_neox=True)
@@ -84,21 +85,27 @@ def build(windows, seed, kernels="torch"):
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("for_graph", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_each_row_reads_its_window(seed, for_graph, kernels):
-    """Several windows beside layers without one; each row against softmax over the last positions of its prompt."""
+@pytest.mark.parametrize("seed, num_queries", [*((seed, 1) for seed in range(6)), (0, 2), (1, 8)])
+def test_each_row_reads_its_window(seed, num_queries, for_graph, kernels):
+    """Several windows beside layers without one; each row, or each token of a chain of drafts, against softmax over the
+    last positions of its prompt."""
     windows = [None, *WINDOWS]
     table, pool, (keys, values), seq_lens, exact = build(windows, seed, kernels)
-    rows = DecodeRows(table, pool)
-    rows.allocate_for_graphs(len(ROWS) + 3)
+    rows = DecodeRows(table, pool, num_queries)
+    rows.allocate_for_graphs((len(ROWS) + 3) * num_queries)
     batch = SimpleNamespace(
         batch_size=len(ROWS),
         req_pool_indices=torch.arange(1, len(ROWS) + 1),
         seq_lens=seq_lens,
         seq_lens_cpu=seq_lens,
     )
+    if num_queries > 1:  # SGLang counts them once they are verified
+        verified = {**vars(batch), "seq_lens": seq_lens - num_queries, "seq_lens_cpu": None}
+        batch = QueryRows.of(SimpleNamespace(**verified, spec_info=SimpleNamespace(draft_token_num=num_queries)))
     planned = rows.of(batch, for_graph)
-    q = torch.randn(len(ROWS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+    seen = [range(n - num_queries + 1, n + 1) for n in seq_lens.tolist()]
+    seq_lens = torch.tensor(list(itertools.chain(*seen)))
+    q = torch.randn(len(seq_lens), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
     assert {plan.window for plan in planned} == set(windows)
     for (window, *_), (listed, workspace) in planned.items():
         out = get_implementation("torch").link_decode(
@@ -113,8 +120,8 @@ def test_each_row_reads_its_window(seed, for_graph, kernels):
         )
         lens = listed.kv_indptr.diff()
         assert lens.tolist() == [min(n, window or n) for n in seq_lens.tolist()]
-        for row, (position, k, v) in enumerate(exact):
-            n = len(position)
+        for row, n in enumerate(seq_lens.tolist()):
+            position, k, v = (each[:n] for each in exact[row // num_queries])
             turned = rotate_queries(q[row : row + 1], n - 1, ROPE.cos_sin_cache, is_neox=True)[0].double()
             scores = torch.einsum("hd,nhd->hn", turned, k.double()) * HEAD_DIM**-0.5
             if window is not None:

@@ -73,6 +73,7 @@ def test_kernels_are_compiled_for_every_scale():
     table = SegmentTable(2, 1, "cpu", ServedModel({}, dict.fromkeys(range(len(model)), layer)))
     runner = SimpleNamespace(
         model=model,
+        server_args=SimpleNamespace(speculative_num_draft_tokens=None),
         device="cpu",
         dtype=torch.float32,
         kv_cache_dtype=torch.float8_e4m3fn,

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
@@ -34,6 +35,8 @@ def fits(monkeypatch):
         req_to_token_pool=pool,
         token_to_kv_pool=None,
         server_args=SimpleNamespace(enable_mixed_chunk=False),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        is_draft_worker=False,
         model=torch.nn.Module(),
         model_config=SimpleNamespace(
             context_len=8, hidden_size=8, num_hidden_layers=2, hf_config=SimpleNamespace(architectures=TESTED)
@@ -64,6 +67,11 @@ def start(runner, monkeypatch, **config):
 def test_a_model_that_fits_gets_the_link_path(fits, monkeypatch):
     assert start(fits, monkeypatch) == "linked stock"
     assert table_of(fits.req_to_token_pool).max_segments == LazyConfig.max_chunks
+
+
+def test_a_model_that_drafts_keeps_sglangs_own_attention(fits, monkeypatch):
+    fits.is_draft_worker = True
+    assert str(start(fits, monkeypatch)) == "stock" and table_of(fits.req_to_token_pool) is None
 
 
 def test_an_untested_model_is_served_with_a_warning(fits, monkeypatch, caplog):

@@ -33,4 +33,7 @@ class Blend(Selective):
             return f"link blend: a prompt's plain text {IN_WINDOW_POOL}"
         if server.partial_pass:
             return None
-        return "link blend: no pass can end at the second layer's keys here (--enable-mixed-chunk, or only one layer)"
+        return (
+            "link blend: no pass can end at the second layer's keys here (--enable-mixed-chunk, "
+            "--speculative-algorithm, or only one layer)"
+        )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.rows import Pass
@@ -33,6 +34,11 @@ def pass_of(batch: Any) -> Pass:
     return (
         Pass(states) if batch.forward_mode.is_decode_or_idle() else Pass(states, batch.prefix_lens, batch.extend_lens)
     )
+
+
+def num_queries(args: Any) -> int:
+    """The tokens of a request in one decode step: with speculation, all that are verified."""
+    return flags_of(args).speculative_num_draft_tokens or 1
 
 
 def dp_size() -> int:
@@ -118,6 +124,10 @@ class SchedulerFacts(RequestFacts):
     @property
     def growth_ratio(self) -> float:
         return self._scheduler.new_token_ratio_tracker.current
+
+    @property
+    def num_ahead(self) -> int:
+        return 0 if self._scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode()
 
     def taken(self, batch: Any) -> list[Taken]:
         ends = itertools.accumulate(batch.extend_lens)

@@ -32,8 +32,9 @@ def batch_of_graph(table: SegmentTable, in_capture: bool) -> Any:
 def add_variants(graph_runner: Any) -> None:
     """Before `DecodeCudaGraphRunner.capture`: have each shape captured again for linked rows. The models to which
     SGLang gives variants of its own reuse no chunks."""
-    table = table_of(graph_runner.model_runner.req_to_token_pool)
-    if table is not None:
+    runner = graph_runner.model_runner
+    table = table_of(runner.req_to_token_pool)
+    if table is not None and not runner.is_draft_worker:
         graph_runner.attention_graph_variants = LinkVariants(table)
 
 

@@ -55,6 +55,7 @@ STEPS = {
     ),
     "Its forward pass runs": (
         "TpModelWorker.forward_batch_generation",
+        "EAGLEWorkerV2.forward_batch_generation",
         "ForwardBatch.init_new",
         "PrefillCudaGraphRunner.can_run_graph",
         "EagerRunner.execute",

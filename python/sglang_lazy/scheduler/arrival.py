@@ -159,7 +159,8 @@ class Arrival:
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
         lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
         chunks, longest = sum(lens.values()), max(lens.values())
-        room = self.limits.pool_size - chunks - text - 2  # SGLang counts one more, and leaves one
+        # SGLang counts one more, and leaves one
+        room = self.limits.pool_size - chunks - text - self.facts.num_ahead - 2
         if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(1, most_new):
             raise Refusal(
                 "pool",

@@ -57,8 +57,9 @@ class Budget:
         return 0 if req is None else self.facts.num_left(req)
 
     def growth(self, req: Any) -> int:
-        """How many tokens to reserve for the rest of the answer to `req`."""
-        return min(self.facts.max_new_tokens(req) - self.facts.num_output(req), self.max_growth)
+        """How many tokens to reserve for the rest of the answer to `req`, with those drafted beyond it."""
+        left = min(self.facts.max_new_tokens(req) - self.facts.num_output(req), self.max_growth)
+        return left + self.facts.num_ahead
 
     def own_need(self, req: Any, state: LinkedRequest | None) -> int:
         """The most tokens that `req` itself will allocate: its text, its answer, and its policy's own slots."""

@@ -42,6 +42,7 @@ class Facts(Requests, Protocol):
     chunked: the request in chunked prefill, if there is one.
     max_prefill: the most tokens of a prompt in one batch, 0 for no limit.
     growth_ratio: the share of the longest possible answers that running requests are expected to reach.
+    num_ahead: how many slots a running request may hold beyond its tokens, for those that are drafted.
     """
 
     waiting: list[Any]
@@ -54,6 +55,9 @@ class Facts(Requests, Protocol):
 
     @property
     def growth_ratio(self) -> float: ...
+
+    @property
+    def num_ahead(self) -> int: ...
 
     def taken(self, batch: Any) -> list[Taken]:
         """The requests of a prefill batch whose rows are assigned."""

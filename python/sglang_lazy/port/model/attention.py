@@ -18,9 +18,10 @@ from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.attention.metadata import PrefillRows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan
+from sglang_lazy.port.facts import num_queries
 from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.model.compat import kv_scales
-from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, copy_slots
+from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, QueryRows, copy_slots
 from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.stock_part import StockPart
 
@@ -34,7 +35,8 @@ class LinkAttention(AttentionBackend):
 
     link_prefill, link_stock_part: the two parts of the current prefill batch, None for one that is empty.
     link_probe_rows: the linked rows with the queries of the batch's probes, if any.
-    link_planned: the rows of the current decode batch, by plan. All are None if the batch is entirely SGLang's.
+    link_planned: the rows of the current decode batch, by plan, or of the chains that it verifies. All are None if the
+        batch is entirely SGLang's.
     link_window_slots: slots of the new tokens in the pool of window layers, if these have their own.
     """
 
@@ -50,7 +52,7 @@ class LinkAttention(AttentionBackend):
         self.link_pool = runner.token_to_kv_pool
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
-        self.link_decode = DecodeRows(table, runner.req_to_token_pool)
+        self.link_decode = DecodeRows(table, runner.req_to_token_pool, num_queries(runner.server_args))
         compiled = set()
         for attn, _ in attention_layers(runner.model):
             # Triton's kernels contain the scale, of which an fp8 cache's is a part.
@@ -97,7 +99,7 @@ class LinkAttention(AttentionBackend):
         if window_slots is not None:
             self.link_window_slots = window_slots(forward_batch.out_cache_loc)
         if not current.rows:
-            self.link_planned = self.link_decode.of(forward_batch)
+            self.link_planned = self.link_decode.of(_rows_of(forward_batch))
             return
         pool_indices = forward_batch.req_pool_indices
         copy_ranges = functools.partial(self._copy_ranges, pool_indices)
@@ -112,7 +114,7 @@ class LinkAttention(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self.link_decode.allocate_for_graphs(max_bs)
+        self.link_decode.allocate_for_graphs(max_num_tokens)
         self.link_window_slots_for_graphs = torch.zeros(
             max_num_tokens, dtype=torch.int64, device=self.link_table.ends.device
         )
@@ -121,7 +123,7 @@ class LinkAttention(AttentionBackend):
         self.link_prefill = self.link_probe_rows = self.link_stock_part = self.link_planned = None
         if batch_of_graph(self.link_table, in_capture) is None:
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self.link_planned = self.link_decode.of(forward_batch, for_graph=True)
+        self.link_planned = self.link_decode.of(_rows_of(forward_batch), for_graph=True)
         if self.link_model.window_slots is not None:
             # The graph also writes the keys of the rows that pad the batch, which have no slots here: to slot 0, as
             # SGLang has it, not to where these rows wrote in an earlier batch.
@@ -143,6 +145,10 @@ class LinkAttention(AttentionBackend):
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
         if self.link_planned is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        return self._forward_planned(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def _forward_planned(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
+        assert self.link_planned is not None
         q, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         described = self.link_model.layers[layer.layer_id]
         rows, workspace = self.link_planned[described.decode_plan]
@@ -161,6 +167,8 @@ class LinkAttention(AttentionBackend):
         if layer.layer_id == self.link_table.last_layer:
             self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
             raise KeysStored
+        if self.link_planned is not None:
+            return self._forward_planned(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         prefill, stock_part = self.link_prefill, self.link_stock_part
         if prefill is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
@@ -244,6 +252,11 @@ class LinkAttention(AttentionBackend):
         assert rows is not None, "the row of a probe has segments"
         described = self.link_model.layers[layer.layer_id]
         described.kernels.accumulate_attention(probes.sums, q[probes.tokens], k_cache, rows, **options)
+
+
+def _rows_of(forward_batch: ForwardBatch) -> ForwardBatch | QueryRows:
+    """The rows of a decode step for `DecodeRows`."""
+    return QueryRows.of(forward_batch) if forward_batch.forward_mode.is_target_verify() else forward_batch
 
 
 def with_link_path(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:

@@ -20,10 +20,13 @@ from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.comb.compat import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
-from sglang_lazy.port.model.layers import attention_layers
+from sglang_lazy.port.model.layers import attention_layers, window_of
 from sglang_lazy.port.model.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
+
+DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE"), 7
+"""The algorithms of speculative decoding, as SGLang resolves them, and the most drafts in a chain."""
 
 STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
 """The storage backends that store objects of any length."""
@@ -92,7 +95,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
             flags.page_size not in (None, 1)
         ),
         "--disable-radix-cache: chunks live in the radix cache": flags.disable_radix_cache,
-        "speculative decoding: draft tokens have no linked attention": flags.speculative_algorithm is not None,
+        **_unfit_drafts(flags),
         "prefill-decode disaggregation: linked rows are not transferred": flags.disaggregation_mode != "null",
         "pipeline parallelism: fills are published by the rank that launches them": flags.pp_size > 1,
         "data-parallel attention: ranks would have to agree on fills": flags.attn_dp_size > 1,
@@ -132,6 +135,31 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         known = ", ".join(ATTENTION_BACKENDS)
         reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")
     return reasons
+
+
+def _unfit_drafts(flags: Any) -> dict[str, bool]:
+    """Reasons in the flags of speculative decoding."""
+    if (algorithm := flags.speculative_algorithm) is None:
+        return {}
+    if algorithm not in DRAFTING:
+        return {f"--speculative-algorithm {algorithm}: linked rows are verified for {', '.join(DRAFTING)}, NEXTN": True}
+    steps, num_verified = flags.speculative_num_steps, flags.speculative_num_draft_tokens
+    is_chain = flags.speculative_eagle_topk == 1 and 1 <= steps <= MAX_DRAFTS and num_verified == steps + 1
+    return {
+        f"drafts that form a tree: linked rows verify a chain of at most {MAX_DRAFTS}, as with --speculative-num-steps "
+        "3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4": not is_chain,
+        "--enable-multi-layer-eagle: its drafts read earlier rows": flags.enable_multi_layer_eagle,
+        "--speculative-adaptive: it makes attention anew while requests run": flags.speculative_adaptive,
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM: segments would be read on another stream": (
+            envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
+        ),
+        "--speculative-algorithm with --enable-hierarchical-cache: copies on the host lack the draft's KV": (
+            flags.enable_hierarchical_cache
+        ),
+        "--speculative-algorithm with --enable-mixed-chunk: such a step verifies nothing": flags.enable_mixed_chunk,
+        "--speculative-algorithm with LoRA: not tested": bool(flags.enable_lora or flags.lora_paths),
+        "--speculative-algorithm with --tp-size over 1: not tested": flags.tp_size > 1,
+    }
 
 
 def _unfit_tiers(flags: Any) -> dict[str, bool]:
@@ -202,9 +230,22 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in attention_backends(runner.server_args):
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
+    if not runner.spec_algorithm.is_none():
+        reasons += _unfit_to_draft(runner)
     if num_cross_layers(config):
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
     return [*reasons, *_unfit_layers(runner.model)] or _unfit_pools(runner)
+
+
+def _unfit_to_draft(runner: Any) -> list[str]:
+    """Reasons in a model whose tokens are drafted."""
+    properties = {
+        "layers with windows": any(window_of(attn) is not None for attn, _ in attention_layers(runner.model)),
+        "positions on three axes (M-RoPE)": runner.model_config.model_is_mrope,
+        "cross-attention": num_cross_layers(runner.model_config) > 0,
+        "a KV cache in fp8": runner.kv_cache_dtype != runner.dtype,
+    }
+    return [f"--speculative-algorithm with {name}: not tested" for name, applies in properties.items() if applies]
 
 
 def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:

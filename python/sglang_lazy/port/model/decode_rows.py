@@ -1,4 +1,6 @@
-"""The rows of decode batches on the link path: whole, and cut to the windows that layers have."""
+"""The rows of decode batches on the link path: whole, and cut to the windows that layers have.
+
+A chain of drafts is verified as decode, with a row for each of its tokens."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -41,15 +43,47 @@ class PlannedRows(NamedTuple):
     workspace: torch.Tensor
 
 
+class QueryRows(NamedTuple):
+    """What `DecodeRows` reads of a `ForwardBatch`, here with a row for each token of the chains to verify: all see what
+    comes before them in their request's row.
+
+    batch_size: how many.
+    req_pool_indices, seq_lens: [batch_size], the request's row, and how many of its tokens the query sees.
+    seq_lens_cpu: the same, or None if they are on the device only.
+    """
+
+    batch_size: int
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
+
+    @classmethod
+    def of(cls, forward_batch: Any) -> "QueryRows":
+        """The queries of a batch whose chains are verified. Does not synchronize with the device."""
+        num_queries, seq_lens = forward_batch.spec_info.draft_token_num, forward_batch.seq_lens
+        on_host = forward_batch.seq_lens_cpu
+
+        def by_query(lens: torch.Tensor) -> torch.Tensor:
+            return (lens[:, None] + torch.arange(1, num_queries + 1, device=lens.device)).flatten()
+
+        return cls(
+            len(seq_lens) * num_queries,
+            forward_batch.req_pool_indices[:, None].expand(-1, num_queries).flatten(),
+            by_query(seq_lens),
+            None if on_host is None else by_query(on_host),
+        )
+
+
 class DecodeRows:
     """Prepares decode batches: metadata for each window size, including none, and a plan for each `DecodePlan`.
 
     pool: SGLang's `ReqToTokenPool`.
+    num_queries: the most tokens of a request in one step.
     """
 
-    def __init__(self, table: SegmentTable, pool: Any):
+    def __init__(self, table: SegmentTable, pool: Any, num_queries: int = 1):
         self._table, self._pool = table, pool
-        num_rows = pool.req_to_token.shape[0]
+        num_rows = pool.req_to_token.shape[0] * num_queries
         self._workspaces = {
             plan: plan.kernels.decode_workspace(num_rows, table.max_segments, **plan.dims, device=table.ends.device)
             for plan in dict.fromkeys(layer.decode_plan for layer in table.model.layers.values())
@@ -65,12 +99,17 @@ class DecodeRows:
         _log_size("decode metadata", tensors)
 
     def of(self, forward_batch: Any, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
-        """By plan, the rows of a decode batch, copied from the live tables and planned."""
+        """By plan, the rows of a decode batch, copied from the live tables and planned.
+
+        forward_batch: a `ForwardBatch` or `QueryRows`. Without lengths on the host, and not for a graph, this waits for
+            the device.
+        """
         bs = forward_batch.batch_size
         if for_graph:
             memory = {window: tables.first(bs) for window, tables in self._for_graphs.items()}
         else:
-            memory = self._allocate(bs, int(forward_batch.seq_lens_cpu.sum()))
+            on_host = forward_batch.seq_lens_cpu
+            memory = self._allocate(bs, int((forward_batch.seq_lens if on_host is None else on_host).sum()))
         places, seq_lens, req_to_token = forward_batch.req_pool_indices, forward_batch.seq_lens, self._pool.req_to_token
         rows = {}
         for plan in {plan.window: plan for plan in self._workspaces}.values():

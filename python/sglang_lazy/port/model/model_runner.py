@@ -1,9 +1,10 @@
 """Hooks on SGLang's model runner, which give forward passes their linked rows; and the backend factory."""
 
+import contextlib
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +50,13 @@ def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) 
 
 
 def wrap_backend(factory: Callable) -> Callable:
-    """An attention backend factory like `factory`, whose backends have the link path if chunks can be reused."""
+    """An attention backend factory like `factory`, whose backends have the link path if chunks can be reused. Models
+    that draft keep SGLang's own."""
 
     def create(runner: Any) -> Any:
         backend = factory(runner)
+        if runner.is_draft_worker:
+            return backend
         config = LazyConfig.current()
         pool = runner.req_to_token_pool
         try:
@@ -123,8 +127,10 @@ def server_traits(runner: Any) -> ServerTraits:
     """The properties of a `ModelRunner`'s server that policies and admission depend on."""
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
-        # In a batch that mixes prefill and decode, the pass would end for both.
-        partial_pass=runner.model_config.num_hidden_layers > 1 and not flags_of(runner.server_args).enable_mixed_chunk,
+        # In a batch that mixes prefill and decode, the pass would end for both; drafts need what the whole pass gives.
+        partial_pass=runner.model_config.num_hidden_layers > 1
+        and not flags_of(runner.server_args).enable_mixed_chunk
+        and runner.spec_algorithm.is_none(),
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
         cross_attention=num_cross_layers(runner.model_config) > 0,
@@ -157,16 +163,35 @@ def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, Attenti
 
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Around `TpModelWorker.forward_batch_generation`: make a batch's linked rows known to its whole forward pass."""
-    runner = worker.model_runner
-    table = table_of(runner.req_to_token_pool)
-    if table is None or batch is None:
+    table = table_of(worker.model_runner.req_to_token_pool)
+    if table is None or batch is None:  # None: a step of `decode_with_drafts`
         return original(worker, batch, *args, **kwargs)
+    with linking(batch, worker.model_runner, table):
+        return original(worker, batch, *args, **kwargs)
+
+
+def decode_with_drafts(original: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EAGLEWorkerV2.forward_batch_generation`: the same in decode, where it drafts and verifies. In prefill it
+    calls the target's worker."""
+    runner = worker.target_worker.model_runner
+    table = table_of(runner.req_to_token_pool)
+    if table is None or not batch.forward_mode.is_decode():
+        return original(worker, batch, *args, **kwargs)
+    with linking(batch, runner, table):
+        return original(worker, batch, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def linking(batch: Any, runner: Any, table: SegmentTable) -> Iterator[None]:
+    """A context for a batch's forward pass: make its linked rows the table's current batch, and launch before it what
+    policies and chunks need."""
     involved = involves_chunks(batch, table)
     if batch.reqs:
         mode = "decode" if batch.forward_mode.is_decode() else "prefill"
         batch.tree_cache.store.counts.batches[mode, involved] += 1
     if not involved and table.stock_attends:
-        return original(worker, batch, *args, **kwargs)
+        yield
+        return
     if table.loads is not None and any(
         state.needs_resident for req in batch.reqs if (state := linked(req)) is not None
     ):
@@ -178,7 +203,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
     current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
-        return original(worker, batch, *args, **kwargs)
+        yield
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
@@ -243,6 +268,12 @@ HOOKS = (
         "AROUND",
         "scheduler",
         "forward passes know the linked rows of their batch",
+    ),
+    feature(
+        "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation",
+        decode_with_drafts,
+        "AROUND",
+        "so do those that draft and verify",
     ),
     required(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",

@@ -1,0 +1,158 @@
+"""Speculation over chunks on a CPU: answers are the oracle's, whatever was drafted and accepted."""
+
+import gc
+
+import pytest
+import torch
+from test_oracle_matrix import GROUPS, Served, reuse
+
+from fakes import speculation_on_cpu
+from oracle.models.build import build
+from oracle.models.drafts import build_draft
+from oracle.policies import PolicyOracle, epic, keep_all_but
+from oracle.scenarios import Dice
+from oracle.segments import chunk, text, token_ids
+
+pytestmark = [
+    pytest.mark.slow,  # starts engines
+    pytest.mark.skipif(torch.cuda.is_available(), reason="replaces kernels that a GPU has"),
+]
+
+TOLERANCE = 1e-4  # of a log-probability
+
+
+class Speculating(Served):
+    """A Llama and its draft."""
+
+    num_tokens = 14
+
+    def __init__(self, algorithm, folder, **options):
+        self.histograms, self.is_standalone = [], algorithm == "STANDALONE"
+        draft = build_draft(algorithm, build("llama", folder), folder)
+        super().__init__(
+            "llama",
+            folder,
+            disable_cuda_graph=True,
+            speculative_algorithm=algorithm,
+            speculative_draft_model_path=draft,
+            **{**speculation_on_cpu.OPTIONS, **options},
+        )
+
+    def accepted(self) -> set[int]:
+        """The lengths of accepted runs so far, without the token that follows."""
+        return {length for counts in self.histograms for length, count in enumerate(counts) if count}
+
+    def check(self, prompt, output):
+        """As long answers may come close to a tie, their log-probabilities are compared with the best ones."""
+        tokens, meta = output["output_ids"], output["meta_info"]
+        assert len(tokens) == self.num_tokens
+        self.compare(self.expected(tuple(prompt), tuple(tokens[:-1])), output)
+        self.histograms.append(meta["spec_correct_drafts_histogram"])
+
+    def compare(self, expected, output):
+        """expected: log-probabilities, [number of tokens, vocab_size]."""
+        tokens, meta = output["output_ids"], output["meta_info"]
+        chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        reported = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+        assert (chosen - reported).abs().max() <= TOLERANCE
+        assert (expected.amax(-1) - chosen).max() <= TOLERANCE
+
+
+def chain(steps):
+    """The options of a server that drafts so many tokens."""
+    return {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
+
+
+WAYS = {
+    "STANDALONE": ("STANDALONE", {}),
+    "STANDALONE synchronous": ("STANDALONE", {"disable_overlap_schedule": True, "chunked_prefill_size": 64}),
+    "STANDALONE by one": ("STANDALONE", chain(1)),
+    "STANDALONE by seven": ("STANDALONE", {**chain(7), "chunked_prefill_size": 64}),
+    "EAGLE": ("EAGLE", {}),
+    "EAGLE synchronous": ("EAGLE", {"disable_overlap_schedule": True}),
+    "EAGLE3": ("EAGLE3", {"chunked_prefill_size": 64}),
+}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(way, marks=pytest.mark.xdist_group(way)) for way in WAYS])
+def served(request, model_dir, with_plugin):
+    algorithm, options = WAYS[request.param]
+    with with_plugin(speculation_on_cpu.load):
+        served = Speculating(algorithm, model_dir, **options)
+    yield served
+    served.engine.shutdown()
+    gc.collect()
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=["one half", "the other half", "long"])
+def test_scenarios(served, names):
+    """Cold, warm, reordered, second turns, beside prompts without chunks; nothing is held afterwards."""
+    assert any(hit for _, hit in reuse(served.play(names)))
+    served.flush()  # an idle server checks its accounting, and a leaked slot or lock ends it
+
+
+def test_whole_chains_are_accepted_and_none(served):
+    """Heads with random weights are hardly ever right."""
+    served.histograms.clear()
+    dice, docs = Dice("runs"), [Dice("runs").chunk(length) for length in (60, 45, 80)]
+    for _ in range(4):
+        served.answer([dice.text(9), *dice.shuffled(docs), dice.text(6)], [dice.text(30)])
+    served.flush()
+    longest = len(served.histograms[0]) - 1
+    assert served.accepted() >= ({0, longest} if served.is_standalone else {0})
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_an_answer_that_stops_within_a_run(served, length):
+    """Its text is published up to the stop, so the next turn finds that, and nothing that was drafted beyond."""
+    dice = Dice(f"stop {length}")
+    prompt = [dice.text(7), dice.chunk(40), dice.chunk(25), dice.text(5)]
+    whole = served.answer(prompt)[0]["output_ids"]
+    stop = whole[length]
+    expected = whole[: whole.index(stop) + 1]
+    served.flush()
+    params = {"temperature": 0, "max_new_tokens": 20, "stop_token_ids": [stop]}
+    output = served.engine.generate(segments=[segment.to_request() for segment in prompt], sampling_params=params)
+    assert output["output_ids"] == expected and output["meta_info"]["finish_reason"]["matched"] == stop
+    turn = [*prompt, text(expected), dice.text(4)]
+    again = served.answer(turn)[0]
+    assert again["meta_info"]["cached_tokens"] >= len(token_ids(prompt)) + len(expected) - 1
+    served.flush()
+
+
+def test_policies(served):
+    """Prompts of several policies in one batch: cold, warm, and in another order."""
+    dice, oracle = Dice("policies"), PolicyOracle(served.path)
+    head, docs, question = dice.text(7), dice.chunks(3, 20, 50), dice.text(6)
+    for order in (docs, docs, docs[::-1]):
+        prompt = [head, *order, question]
+        given = [segment.to_request() for segment in prompt]
+        links = ["block", "epic:tokens=4", "query:ratio=0.3", "copy", "full"]
+        outputs = served.engine.generate(
+            segments=[given] * len(links),
+            link=links,
+            sampling_params={"temperature": 0, "max_new_tokens": served.num_tokens, "ignore_eos": True},
+            return_logprob=True,
+        )
+        kept = [
+            keep_all_but(prompt, ()),
+            epic(prompt, 4),
+            oracle.query(prompt, 0.3, oracle.last_third, ()),
+            keep_all_but(prompt, ()),
+            None,
+        ]
+        for choice, output in zip(kept, outputs, strict=True):
+            tokens = output["output_ids"]
+            expected = (
+                served.expected((text(token_ids(prompt)),), tuple(tokens[:-1]))
+                if choice is None
+                else oracle.logprobs(prompt, tokens[:-1], choice, ())
+            )
+            served.compare(expected, output)
+
+
+def test_a_policy_whose_probe_ends_before_the_last_layer(served):
+    with pytest.raises(ValueError, match="--speculative-algorithm"):
+        served.engine.generate(
+            segments=[chunk(Dice("blend").ids(20)).to_request(), text(Dice("blend").ids(4)).to_request()], link="blend"
+        )
