@@ -17,7 +17,7 @@ from oracle.recurrence import Recurrence, Shape, States
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.recurrent.delta_rule import DeltaRule
 from sglang_lazy.recurrent.mamba2 import Mamba2, blocks, log_decays
-from sglang_lazy.recurrent.passes import compute
+from sglang_lazy.recurrent.passes import LayerStates
 from sglang_lazy.recurrent.pieces import Chunk, Pieces, Text, TextRow
 
 OPS = "sglang.kernels.ops"
@@ -107,22 +107,23 @@ class Run:
 
     def run(self):
         inputs = self.of_tokens(self.layer.inputs, self.setting.dtype)
-        last = self.pieces.inputs.before(self.requests.inputs, self.chunks.inputs, inputs)
-        convolved = self.kernels.causal_conv1d_fn(
+        states = LayerStates(
+            self.pieces, self.requests.inputs, self.requests.states, self.chunks.inputs, self.chunks.states,
+            self.chunks.transitions, self.link_states,
+        )  # fmt: skip
+        convolved = states.convolve(lambda last: self.convolution(inputs, last), inputs)
+        parts = [each.contiguous() for each in convolved.split(self.shape.dims, 1)]
+        layer = (self.delta_rule if self.shape.kind == "delta" else self.mamba)(*parts)
+        states.compute(layer)
+        self.outputs = layer.outputs[0] if self.shape.kind == "delta" else self.outputs
+        return self
+
+    def convolution(self, inputs, last):
+        return self.kernels.causal_conv1d_fn(
             inputs.T, self.to_device(self.layer.weight), None, query_start_loc=self.pieces.cu_seqlens,
             cache_indices=self.pieces.indices, has_initial_state=self.pieces.indices >= 0, conv_states=last,
             seq_lens_cpu=self.pieces.lens, activation="silu",
         ).T  # fmt: skip
-        if self.pieces.last is not None:
-            self.pieces.last.store(last, self.requests.inputs)
-        if self.pieces.chunks is not None:
-            self.pieces.chunks.store(last, self.chunks.inputs)
-        parts = [each.contiguous() for each in convolved.split(self.shape.dims, 1)]
-        layer = (self.delta_rule if self.shape.kind == "delta" else self.mamba)(*parts)
-        states = self.requests.states, self.chunks.states, self.chunks.transitions
-        compute(layer, self.pieces, *states, self.link_states)
-        self.outputs = layer.outputs[0] if self.shape.kind == "delta" else self.outputs
-        return self
 
     @staticmethod
     def by_head(x, dim):

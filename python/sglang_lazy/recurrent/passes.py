@@ -1,7 +1,7 @@
 """The forward pass of a recurrent layer over the pieces of a batch."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -30,40 +30,61 @@ class Layer(Protocol):
         """Transitions of no tokens."""
 
 
-def compute(
-    layer: Layer,
-    pieces: Pieces,
-    requests: torch.Tensor,
-    h: torch.Tensor,
-    p: torch.Tensor,
-    link_states: LinkStates,
-) -> None:
-    """Run a layer over the pieces, and write the states of rows and chunks.
+class LayerStates(NamedTuple):
+    """Where a layer's states are in a batch.
 
-    requests: [slots, heads, V, K], states of requests.  h, p: [slots, ...], what chunks do to states.
+    requests_inputs, chunks_inputs: [slots, dim, width], the convolution's last inputs.
+    requests: [slots, heads, V, K], states.
+    h, p: [slots, ...], what chunks do to states; see `recurrent.pool`.
     """
-    before = requests.new_empty(len(pieces.lens), *requests.shape[1:], dtype=torch.float32)
 
-    def link(rows: LinkRows | None, *of_pieces: torch.Tensor) -> None:
-        if rows is not None:
-            link_states(before, None, requests, *rows, p, h, *of_pieces)
+    pieces: Pieces
+    requests_inputs: torch.Tensor
+    requests: torch.Tensor
+    chunks_inputs: torch.Tensor
+    h: torch.Tensor
+    p: torch.Tensor
+    link_states: LinkStates
 
-    link(pieces.early)
-    if not pieces.two_calls and pieces.chunks is None:
-        after = layer.run(before)
-    else:
-        states, transitions = before, layer.identity(before)
-        if pieces.two_calls:
-            states = torch.zeros_like(before)
-        if pieces.resumed is not None:
-            pieces.resumed.load(states, h)
-            pieces.resumed.load(transitions, p)
-        after, transitions = layer.run_with_transitions(states, transitions)
-        if pieces.chunks is not None:
-            pieces.chunks.store(after, h)
-            pieces.chunks.store(transitions, p)
-        if pieces.two_calls:
-            link(pieces.late, transitions, after)
+    def convolve(self, convolution: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        """What `convolution` returns, and write the last inputs of rows and chunks.
+
+        convolution: takes those before the pieces, [num_pieces, dim, width], and replaces them by those after.
+        inputs: [num_tokens, dim].
+        """
+        last = self.pieces.inputs.before(self.requests_inputs, self.chunks_inputs, inputs)
+        out = convolution(last)
+        if self.pieces.last is not None:
+            self.pieces.last.store(last, self.requests_inputs)
+        if self.pieces.chunks is not None:
+            self.pieces.chunks.store(last, self.chunks_inputs)
+        return out
+
+    def compute(self, layer: Layer) -> None:
+        """Run a layer over the pieces, and write the states of rows and chunks."""
+        pieces, h, p = self.pieces, self.h, self.p
+        before = self.requests.new_empty(len(pieces.lens), *self.requests.shape[1:], dtype=torch.float32)
+
+        def link(rows: LinkRows | None, *of_pieces: torch.Tensor) -> None:
+            if rows is not None:
+                self.link_states(before, None, self.requests, *rows, p, h, *of_pieces)
+
+        link(pieces.early)
+        if not pieces.two_calls and pieces.chunks is None:
             after = layer.run(before)
-    if pieces.last is not None:
-        pieces.last.store(after, requests)
+        else:
+            states, transitions = before, layer.identity(before)
+            if pieces.two_calls:
+                states = torch.zeros_like(before)
+            if pieces.resumed is not None:
+                pieces.resumed.load(states, h)
+                pieces.resumed.load(transitions, p)
+            after, transitions = layer.run_with_transitions(states, transitions)
+            if pieces.chunks is not None:
+                pieces.chunks.store(after, h)
+                pieces.chunks.store(transitions, p)
+            if pieces.two_calls:
+                link(pieces.late, transitions, after)
+                after = layer.run(before)
+        if pieces.last is not None:
+            pieces.last.store(after, self.requests)

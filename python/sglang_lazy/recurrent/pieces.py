@@ -180,6 +180,24 @@ class Pieces:
             inputs=Inputs.of(*tensors, width=width),
         )
 
+    def in_slots(self, request_slots: torch.Tensor) -> "Pieces":
+        """The same, if the slots of its rows are indices of requests.  request_slots: integers, the slot of each."""
+        slots = request_slots.to(torch.int32)
+
+        def placed(rows: LinkRows | None) -> LinkRows | None:
+            if rows is None:
+                return None
+            requests = rows.initial_slots
+            return rows._replace(initial_slots=torch.where(requests < 0, requests, slots[requests.clamp(min=0)]))
+
+        return dataclasses.replace(
+            self,
+            early=placed(self.early),
+            late=placed(self.late),
+            last=None if self.last is None else self.last._replace(slots=slots[self.last.slots]),
+            inputs=self.inputs._replace(request_slots=slots[self.inputs.request_slots]),
+        )
+
 
 # The host's side of it.
 

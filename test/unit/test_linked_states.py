@@ -1,0 +1,169 @@
+"""SGLang's backends of recurrent layers with pieces of a batch mixed in, on PyTorch in place of their kernels, against
+the recurrence token by token."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.linear import gdn_backend
+from sglang.srt.layers.attention.linear.kernels import gdn_triton
+from sglang.srt.layers.attention.mamba import mamba
+from sglang.srt.mem_cache.memory_pool import MambaPool
+
+from fakes import recurrent_layers
+from fakes.recurrent_batches import NUM_SLOTS, Batch
+from oracle.recurrence import Recurrence, Shape, States
+from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
+from sglang_lazy.recurrent.pieces import Pieces
+from sglang_lazy.recurrent.pool import StateLayout, StatePool
+
+SHAPES = {"delta": Shape("delta", 4, 2, 8, 12), "mamba": Shape("mamba", 4, 2, 6, 8)}
+STOCK = {"delta": gdn_backend.GDNAttnBackend, "mamba": Mamba2AttnBackend}
+LINKS = {"delta": LinkDeltaRule, "mamba": LinkMamba2}
+LAYER, TOLERANCE = 5, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """As the plugin of the tests on CPUs has them."""
+    for name in ("causal_conv1d_fn", "fused_gdn_gating"):
+        monkeypatch.setattr(gdn_backend, name, getattr(recurrent_layers, name))
+    monkeypatch.setattr(gdn_triton, "chunk_gated_delta_rule", recurrent_layers.chunk_gated_delta_rule)
+    monkeypatch.setattr(mamba, "mamba_chunk_scan_combined", recurrent_layers.mamba_chunk_scan_combined)
+    for name in ("causal_conv1d_fn", "causal_conv1d_fn_triton"):
+        monkeypatch.setattr(mamba, name, recurrent_layers.causal_conv1d_fn, raising=False)
+
+
+class Server:
+    """A backend of one layer whose slots are those of a random batch; two requests' slots are swapped in SGLang."""
+
+    def __init__(self, kind, seed):
+        self.shape = shape = SHAPES[kind]
+        self.batch = Batch(seed, longest=20, shortest=shape.width)
+        self.layer = Recurrence(shape, max(self.batch.context), seed)
+        gates = torch.Generator().manual_seed(seed)
+        self.a, self.b = torch.randn(2, len(self.layer.inputs), shape.heads, generator=gates)
+        rates = torch.empty(shape.heads).uniform_(-7, -2, generator=gates)
+        self.layer.decay = -rates.double().exp() * F.softplus(self.a.double() + self.layer.dt_bias)
+        self.layer.write = self.b.double().sigmoid()
+        self.rates = rates
+        self.oracle = States(self.layer, self.batch.context)
+        self.order = torch.randperm(NUM_SLOTS, generator=gates)  # the slot of each request
+        self.pool = self.filled_pool(self.batch.chunks)
+        self.cache = self.filled_cache(self.batch.requests)
+        index = dict(mamba2_layer_index=lambda layer_id: {LAYER: 1}[layer_id], mamba2_layer_cache=lambda _: self.cache)
+        order = self.order
+
+        class Stock(STOCK[kind]):
+            req_to_token_pool = SimpleNamespace(**index)
+            mamba_chunk_size = 64
+
+            def __init__(self):
+                pass
+
+            def init_forward_metadata(self, forward_batch):
+                self.forward_metadata = SimpleNamespace(mamba_cache_indices=order)
+
+        self.backend = type("Linked", (LINKS[kind], Stock), {})()
+        pieces = Pieces.of(self.batch.rows, shape.width, torch.device("cpu"))
+        self.backend.init_link_states(SimpleNamespace(pool=self.pool, pieces=pieces))
+
+    def filled_cache(self, requests):
+        conv = torch.zeros(NUM_SLOTS, sum(self.shape.dims), self.shape.width)
+        states = torch.zeros(NUM_SLOTS, self.shape.heads, self.shape.v, self.shape.k)
+        for request, tokens in enumerate(requests):
+            conv[self.order[request]] = self.layer.last_inputs(tokens)
+            states[self.order[request]] = self.oracle.after(tokens)
+        return MambaPool.State(conv=[conv], temporal=states)
+
+    def filled_pool(self, chunks):
+        """Of two layers, the second one is served."""
+        shape = self.shape
+        kind = "matrix" if shape.kind == "delta" else "number"
+        conv, state = ((sum(shape.dims), shape.width),), (shape.heads, shape.v, shape.k)
+        pool = StatePool(StateLayout(2, conv, torch.float32, state, torch.float32, kind), NUM_SLOTS - 1, "cpu")
+        for slot, tokens in enumerate(chunks):
+            pool.conv[0][1, slot] = self.layer.last_inputs(tokens)
+            pool.h[1, slot] = self.oracle.after(tokens)
+            unit = torch.eye(shape.k) if kind == "matrix" else torch.ones(1, 1)
+            left = self.oracle.unchanged(unit.double().expand(shape.heads, *unit.shape), tokens)
+            pool.p[1, slot] = left if kind == "matrix" else left[:, 0, 0]
+        return pool
+
+    def run(self):
+        """The layer's outputs, [num_tokens, heads, v]."""
+        self.backend.init_forward_metadata(None)
+        inputs, a, b = (x[self.batch.tokens].float() for x in (self.layer.inputs, self.a, self.b))
+        return self.run_delta(inputs, a, b) if self.shape.kind == "delta" else self.run_mamba(inputs)
+
+    def run_delta(self, inputs, a, b):
+        shape, (q_dim, k_dim, v_dim) = self.shape, self.shape.dims
+        layer = SimpleNamespace(
+            layer_id=LAYER, conv_weights=self.layer.weight.float(), bias=None, activation="silu", q_dim=q_dim,
+            k_dim=k_dim, v_dim=v_dim, num_q_heads=shape.groups, num_k_heads=shape.groups, num_v_heads=shape.heads,
+            head_q_dim=shape.k, head_k_dim=shape.k, head_v_dim=shape.v, A_log=self.rates,
+            dt_bias=self.layer.dt_bias.float(),
+        )  # fmt: skip
+        return self.backend.forward_extend(layer, None, inputs, a, b)[0]
+
+    def run_mamba(self, inputs):
+        """Through SGLang's mixer, which computes with what is around it: gates of 1, no norm, no projections."""
+        shape, size = self.shape, self.shape.heads * self.shape.v
+        hidden = torch.cat([torch.ones(len(inputs), size), inputs, self.layer.dt[self.batch.tokens].float()], 1)
+        mixer = SimpleNamespace(
+            in_proj=lambda x: (x, None), out_proj=lambda x: (x, None), norm=lambda x, gate: x, tp_size=1,
+            intermediate_size=size, conv_dim=inputs.shape[1], num_heads=shape.heads, head_dim=shape.v,
+            n_groups=shape.groups, groups_ssm_state_size=shape.groups * shape.k, ssm_state_size=shape.k,
+            conv1d=SimpleNamespace(weight=self.layer.weight.float()[:, None], bias=None), activation="silu",
+            A=self.layer.A.float(), D=self.layer.D.float(), dt_bias=self.layer.dt_bias.float(),
+        )  # fmt: skip
+        mixer.forward = lambda **given: mamba.MambaMixer2.forward(mixer, **given)
+        out = self.backend.forward(mixer, hidden, None, layer_id=LAYER, forward_batch=None)
+        return out.view(-1, shape.heads, shape.v)
+
+
+def off(actual, expected):
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("seed", range(12))
+def test_outputs_and_slots_are_those_of_the_recurrence(kind, seed):
+    server = Server(kind, seed)
+    batch, other_layer = server.batch, server.pool.h[0].clone()
+    out = server.run()
+    bounds = np.cumsum([0, *server.backend.link_pieces.lens])
+    new = [batch.tokens[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    expected = [server.oracle.outputs(seen, tokens) for seen, tokens in zip(batch.before, new, strict=True)]
+    assert off(out, torch.cat(expected)) <= TOLERANCE
+    requests, chunks = ([after.get(slot, before[slot]) for slot in range(NUM_SLOTS)] for before, after in (
+        (batch.requests, batch.requests_after), (batch.chunks, batch.chunks_after)
+    ))  # fmt: skip
+    cache, pool = server.filled_cache(requests), server.filled_pool(chunks)
+    kept = [(server.cache.conv[0], cache.conv[0]), (server.cache.temporal, cache.temporal)]
+    kept += [(actual[1], due[1]) for actual, due in ((server.pool.h, pool.h), (server.pool.p, pool.p))]
+    for actual, due in [*kept, (server.pool.conv[0][1], pool.conv[0][1])]:
+        assert off(actual, due) <= TOLERANCE
+    assert torch.equal(server.pool.h[0], other_layer)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_other_batches_are_sglangs(kind, monkeypatch):
+    """With its own arguments; and nothing of SGLang's stays replaced."""
+    server = Server(kind, 4)
+    server.run()
+    assert mamba.mamba_chunk_scan_combined is recurrent_layers.mamba_chunk_scan_combined
+    server.backend.link_layers.pieces = None
+    stock = Mock(return_value=torch.ones(1))
+    monkeypatch.setattr(STOCK[kind], "forward_extend" if kind == "delta" else "forward", stock)
+    server.backend.init_forward_metadata(None)
+    if kind == "delta":
+        server.backend.forward_extend("layer", "batch", "qkv", "a", "b", linear_attn_output="out")
+        stock.assert_called_once_with("layer", "batch", "qkv", "a", "b", linear_attn_output="out")
+    else:
+        server.backend.forward("mixer", "hidden", "out", layer_id=LAYER, forward_batch="batch", mup_vector="mup")
+        stock.assert_called_once_with("mixer", "hidden", "out", LAYER, "batch", "mup", False)
