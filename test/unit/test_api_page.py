@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.entrypoints.openai import protocol
 
 import sglang_lazy
+from fakes.server import FakeServer
 from sglang_lazy import verify
 from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfig
@@ -25,6 +26,7 @@ from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
 from sglang_lazy.serving.blocks import BLOCKS
+from sglang_lazy.serving.misses import Misses
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.results import Served, annotated
 from sglang_lazy.serving.shadow import COUNTERS
@@ -102,7 +104,7 @@ def test_results():
             yield result
 
         request = Served(Plan.of(((0, 1),), get_policy("block")), None, "r", [5, 6], {})
-        return [output async for output in annotated(outputs(), request, usage=Usage())]
+        return [output async for output in annotated(outputs(), request, usage=Usage(), misses=Misses(FakeServer()))]
 
     asyncio.run(report())
     check(meta_info, result["meta_info"].keys() - {"finish_reason"})

@@ -17,10 +17,12 @@ from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from fakes.server import FakeServer, new_frontend
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.labels import Label
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
 from sglang_lazy.port.serving import chunk_routes, frontend, page
 from sglang_lazy.serving import chunk_calls, chunk_lists, registration
+from sglang_lazy.serving.misses import Answered, Terms
 from sglang_lazy.serving.tokenization import concatenate
 
 ID = "1" * 16
@@ -85,7 +87,7 @@ def test_every_route_needs_the_cache_managers_key():
     page.add_route(app)
     ours = [route for route in app.router.routes if route.path.startswith((chunk_routes.CHUNKS_ROUTE, page.PAGE_ROUTE))]
     methods = sorted(method for route in ours for method in route.methods)
-    assert methods == ["DELETE", "DELETE", *["GET"] * 5, "PATCH", "POST"]
+    assert methods == ["DELETE", "DELETE", *["GET"] * 6, "PATCH", "POST"]
     assert {route.endpoint._auth_level for route in ours} == {AuthLevel.ADMIN_OPTIONAL}
 
 
@@ -157,6 +159,41 @@ def test_parts_of_a_survey(process, asked):
     assert uses["num_prompts"] == 1 and not uses["prompts"][0]["chunks"][0]["hit"]
     http_server.get_global_state().tokenizer_manager.server_args.admin_api_key = "admin"
     assert http.get(f"/lazy/uses/{ID}?all=true").json()["num_prompts"] == 2
+
+
+def test_why_chunks_were_not_cached(process):
+    """By the id of a request; other tenants know no such request."""
+    other = "b" * 16
+    report = [
+        {"id": ID, "offset": 0, "tokens": 9, "hit": False},
+        {"id": other, "offset": 9, "tokens": 10, "hit": False},
+        {"id": "c" * 16, "offset": 19, "tokens": 1, "hit": True},
+    ]
+    process.labels.add("a", {ID: Label("Lease")})
+    process.usage.add(Namespace("chunk", None, "a"), "block", report, 1, 7.0, "r")
+
+    async def answer():
+        ids = [*range(9), 90, *range(9), 5]
+        process.misses.note(Answered("r", "a", Terms(), ids, report, 5.0, 6.0))
+        await process.misses.of("a", "r")
+
+    http, mine = client(), {"X-Cache-Salt": "a"}
+    unknown = http.get("/lazy/why?rid=r", headers=mine).json()["chunks"]
+    assert [one.get("reason") for one in unknown] == ["unknown", "unknown", None]
+    asyncio.run(answer())
+    new = {"reason": "new", "like": None, "words": "no chunk like it was used before"}
+    like = {"id": ID, "name": "Lease"}
+    words = f"chunk {ID} was used before, and has much of the same text, but another beginning"
+    expected = [
+        {"id": ID, "name": "Lease", "tokens": 9, "hit": False, **new},
+        {"id": other, "tokens": 10, "hit": False, "reason": "beginning", "like": like, "words": words},
+        {"id": "c" * 16, "tokens": 1, "hit": True},
+    ]
+    found = http.get("/lazy/why?rid=r", headers=mine).json()
+    assert found == {"rid": "r", "time": 7.0, "link": "block", "cache_salt": "a", "chunks": expected}
+    for headers in ({}, {"X-Cache-Salt": "b"}):
+        assert http.get("/lazy/why?rid=r", headers=headers).status_code == 404
+    assert http.get("/lazy/why").status_code in (400, 422)
 
 
 def test_parameters_of_a_list(asked):

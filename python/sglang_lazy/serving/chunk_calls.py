@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_lazy.chunks.catalog import MIN_DIGITS
+from sglang_lazy.chunks.catalog import MIN_DIGITS, tenant_of
 from sglang_lazy.core.keys import tokens_digest
 from sglang_lazy.serving.chunk_lists import (
     arguments_of_ranks,
@@ -23,6 +23,7 @@ from sglang_lazy.serving.chunk_lists import (
 from sglang_lazy.serving.frontend import Frontend
 from sglang_lazy.serving.known_chunks import UnknownChunk
 from sglang_lazy.serving.labels import name_chunks, with_labels
+from sglang_lazy.serving.misses import WORDS, Miss
 from sglang_lazy.serving.pieces import all_pieces
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
 from sglang_lazy.serving.threads import in_thread
@@ -77,6 +78,33 @@ def uses(frontend: Frontend, tenant: str | None, everybody: bool, name: str) -> 
     return found
 
 
+async def why(frontend: Frontend, tenant: str | None, everybody: bool, rid: str) -> dict[str, Any]:
+    """Why the chunks of a recent prompt of a tenant's, or of anybody's, were not cached.  rid: its request's id.
+
+    Raises UnknownChunk if there is no such prompt.
+    """
+    prompt = frontend.usage.find(tenant, everybody, rid)
+    if prompt is None:
+        raise UnknownChunk(f"none of the last prompts with chunks has the request id {rid!r:.100}")
+    misses = await frontend.misses.of(tenant_of(prompt.namespace), rid)
+    salt = prompt.namespace.cache_salt
+
+    def told(name: str, tokens: int, hit: bool) -> dict[str, Any]:
+        if hit:
+            return {"id": name, "tokens": tokens, "hit": True}
+        miss = misses.get(name, Miss("unknown"))
+        reason = "tenant" if everybody and miss.elsewhere and miss.reason == "new" else miss.reason
+        like: dict[str, Any] | None = None if miss.like is None else {"id": miss.like}
+        if like is not None:
+            name_chunks(frontend.labels, salt, [like])
+        words = WORDS[reason].format(like=miss.like)
+        return {"id": name, "tokens": tokens, "hit": False, "reason": reason, "like": like, "words": words}
+
+    chunks = [told(*chunk) for chunk in prompt.chunks]
+    name_chunks(frontend.labels, salt, chunks)
+    return {"rid": rid, "time": prompt.time, "link": prompt.link, "cache_salt": salt, "chunks": chunks}
+
+
 async def get_chunk(frontend: Frontend, tenant: str | None, name: str) -> dict[str, Any]:
     """The chunks with this id and the state of its registration. Raises UnknownChunk if there is neither."""
     answers = await frontend.server.ask("get", tenant=tenant, prefix=check_id(name))
@@ -94,6 +122,8 @@ async def delete_chunks(frontend: Frontend, tenant: str | None, ids: Sequence[st
     answers = []
     for first in range(0, len(ids), MAX_DELETED):
         answers += await frontend.server.ask("delete", tenant=tenant, ids=ids[first : first + MAX_DELETED])
+
+    frontend.misses.forget(tenant, ids)
 
     def forget(name: str) -> bool:
         frontend.labels.remove(tenant, name)

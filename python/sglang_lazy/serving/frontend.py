@@ -5,6 +5,7 @@ import functools
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.serving.known_chunks import KnownChunks
 from sglang_lazy.serving.labels import Labels
+from sglang_lazy.serving.misses import Misses
 from sglang_lazy.serving.picker import Picker
 from sglang_lazy.serving.pins import Pins
 from sglang_lazy.serving.prompts import Prompts
@@ -24,6 +25,7 @@ class Frontend:
     known, registrations, labels: chunks that were registered, those that are being computed, and what they are called.
         Tokenizer workers share these, through stand-ins.
     usage, surveys, pins: the last prompts, the last surveys of the cache, and pins that are to end.
+    misses: why chunks of the last prompts were not cached.
     picker: knows which data-parallel rank has which chunks.
     shadow: compares answers with full attention; None if that is off.
     """
@@ -33,7 +35,7 @@ class Frontend:
         self.prompts = Prompts(config, server)
         self.known, self.registrations, self.labels = KnownChunks(), Registrations(), Labels()
         self.usage, self.surveys, self.pins = Usage(), Surveys(), Pins(server.ask)
-        self.picker = Picker()
+        self.misses, self.picker = Misses(server), Picker()
         self.shadow: Shadow | None = None
 
     @functools.cached_property

@@ -8,8 +8,10 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
+from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace, chunk_id, digests
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.serving.misses import Answered, Misses, Terms
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.usage import Usage
 
@@ -72,7 +74,7 @@ class Served:
 
     request: SGLang's, to be handed back to `Server`.
     input_ids, params: its prompt and its sampling parameters.
-    extra_key: the client's key.
+    extra_key: the client's key.  adapter: the id of its LoRA adapter, None without one.
     has_images: whether it has any.
     is_single: whether nothing else shares its stream.
     is_counted: whether it counts as traffic, as internal requests do not.
@@ -85,25 +87,32 @@ class Served:
     input_ids: list[int]
     params: dict[str, Any]
     extra_key: str | None = None
+    adapter: str | None = None
     has_images: bool = False
     is_single: bool = True
     is_counted: bool = True
     shared: SharedReport | None = None
 
 
-async def annotated(outputs: AsyncGenerator[dict, None], served: Served, usage: Usage) -> AsyncGenerator[dict, None]:
+async def annotated(
+    outputs: AsyncGenerator[dict, None], served: Served, usage: Usage, misses: Misses
+) -> AsyncGenerator[dict, None]:
     """`outputs` of a request with a plan, with the scheduler's bit mask of hits turned into a report.
 
     usage: records the prompt, once, unless it is an internal one.
+    misses: learns its chunks.
     Raises ValueError if the scheduler refused the request, unless other requests share the stream.
     """
+    began = time.time()
     async with aclosing(outputs):
         async for out in outputs:
-            _annotate(out["meta_info"], served, usage)
+            if _annotate(out["meta_info"], served):
+                _record(out["meta_info"], served, usage, misses, began)
             yield out
 
 
-def _annotate(meta_info: dict[str, Any], served: Served, usage: Usage) -> None:
+def _annotate(meta_info: dict[str, Any], served: Served) -> bool:
+    """Add the report to an output. Returns whether it is the last one of a prompt, the first of several samples'."""
     layout, shared = served.plan.layout, served.shared
     finish_reason = meta_info["finish_reason"]
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
@@ -112,9 +121,9 @@ def _annotate(meta_info: dict[str, Any], served: Served, usage: Usage) -> None:
     if finish_reason is not None and layout.chunks:
         meta_info["link"] = layout.link
     if not served.plan.policy.reuses:
-        return
+        return False
     if "cached_tokens" not in meta_info:
-        return  # aborted or timed out in the waiting queue: SGLang reports no counts
+        return False  # aborted or timed out in the waiting queue: SGLang reports no counts
     details = dict(meta_info.get("cached_tokens_details") or {})
     hits, parts = int(details.pop("chunk_hits", "0"), 16), details.pop("chunk_parts", "")
     reuse = (meta_info["cached_tokens"], hits, parts, details)
@@ -126,11 +135,21 @@ def _annotate(meta_info: dict[str, Any], served: Served, usage: Usage) -> None:
         meta_info["prompt_tokens"] = details["prompt"]
     meta_info["cached_tokens"] = CachedTokens(cached_tokens, details.get("chunk", 0))
     meta_info["cached_tokens_details"] = {name: n for name, n in details.items() if name != "prompt"} or None
-    if finish_reason is not None:
-        pairs = (map(int, part.split(":")) for part in parts.split(",") if part)
-        meta_info["chunks"] = chunk_report(layout, served.input_ids, hits, {index: n for index, n in pairs})
-        if shared is not None:
-            shared.counted = shared.counted or served
-        if (shared is None or shared.counted is served) and served.is_counted:
-            namespace = Namespace("chunk", served.extra_key, layout.cache_salt)
-            usage.add(namespace, layout.link, meta_info["chunks"], details.get("chunk", 0), time.time())
+    if finish_reason is None:
+        return False
+    pairs = (map(int, part.split(":")) for part in parts.split(",") if part)
+    meta_info["chunks"] = chunk_report(layout, served.input_ids, hits, {index: n for index, n in pairs})
+    if shared is not None:
+        shared.counted = shared.counted or served
+    return shared is None or shared.counted is served
+
+
+def _record(meta_info: dict[str, Any], served: Served, usage: Usage, misses: Misses, began: float) -> None:
+    """Record a prompt that has been answered.  began: when it was sent to the scheduler, seconds since the epoch."""
+    layout, chunks, now = served.plan.layout, meta_info["chunks"], time.time()
+    namespace = Namespace("chunk", served.extra_key, layout.cache_salt)
+    if served.is_counted:
+        usage.add(namespace, layout.link, chunks, meta_info["cached_tokens"].chunk, now, served.rid)
+    terms = Terms.of(served.adapter, served.plan.policy.preamble, served.input_ids[: layout.chunks[0][0]])
+    rid = served.rid if served.is_counted else None
+    misses.note(Answered(rid, tenant_of(namespace), terms, served.input_ids, chunks, began, now))

@@ -18,17 +18,20 @@ _EVERYBODY = object()
 
 
 class Prompt(NamedTuple):
-    """time: when it was answered, seconds since the epoch.  chunks: id, tokens, and whether it was cached, of each."""
+    """time: when it was answered, seconds since the epoch.  chunks: id, tokens, and whether it was cached, of each.
+    rid: the id of the request."""
 
     time: float
     namespace: Namespace
     link: str
     chunks: tuple[tuple[str, int, bool], ...]
+    rid: str = ""
 
     def shown(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """The prompt as the page shows it.  only: the ids of the chunks to include, None for all."""
         wanted = (chunk for chunk in self.chunks if only is None or chunk[0] in only)
         return {
+            "rid": self.rid,
             "time": self.time,
             "link": self.link,
             "cache_salt": self.namespace.cache_salt,
@@ -48,15 +51,22 @@ class Usage:
         self._periods: OrderedDict[Hashable, dict[int, list[int]]] = OrderedDict()
 
     def add(
-        self, namespace: Namespace, link: str, chunks: Sequence[Mapping[str, Any]], num_reused: int, now: float
+        self,
+        namespace: Namespace,
+        link: str,
+        chunks: Sequence[Mapping[str, Any]],
+        num_reused: int,
+        now: float,
+        rid: str = "",
     ) -> None:
         """Record an answered prompt.
 
         namespace: of its chunks.  chunks: its chunk report.
         num_reused: chunk tokens that were not computed for it.  now: seconds since the epoch.
+        rid: the id of the request.
         """
         used = tuple((chunk["id"], chunk["tokens"], chunk["hit"]) for chunk in chunks)
-        self._prompts.append(Prompt(now, namespace, link, used))
+        self._prompts.append(Prompt(now, namespace, link, used, rid))
         self._num_references += len(used)
         while len(self._prompts) > MAX_PROMPTS or self._num_references > MAX_REFERENCES:
             self._num_references -= len(self._prompts.popleft().chunks)
@@ -80,6 +90,10 @@ class Usage:
     def last(self, tenant: Hashable, everybody: bool) -> list[dict[str, Any]]:
         """The last prompts, newest first."""
         return [prompt.shown() for prompt in islice(self._of(tenant, everybody), SHOWN_PROMPTS)]
+
+    def find(self, tenant: Hashable, everybody: bool, rid: str) -> Prompt | None:
+        """The last prompt with this id of its request, None if it is not remembered."""
+        return next((prompt for prompt in self._of(tenant, everybody) if prompt.rid == rid), None)
 
     def uses(self, tenant: Hashable, everybody: bool, chunk_id: str) -> dict[str, Any]:
         """The prompts that use a chunk, and the chunks that occur with it.

@@ -140,7 +140,7 @@ def test_the_page_shows_what_prompts_use(server, shown):
 
 def test_chunks_are_pinned_and_deleted_on_the_page(server, shown):
     (used,) = ask(server, RIVERS)
-    shown.evaluate("name => goTo(name, 'page')", used["id"])
+    shown.evaluate("name => goTo(address(name, 'page'))", used["id"])
     expect(shown).to_have_title(f"{used['id'][:8]}… · sglang-lazy")
     said, pin, unpin = shown.locator("#acted"), shown.locator("#pin"), shown.locator("#unpin")
     expect(fact(shown, "pinned")).to_have_text("no")
@@ -170,6 +170,49 @@ def test_chunks_are_pinned_and_deleted_on_the_page(server, shown):
     requests.delete(f"{server}/chunks/{used['id']}?cache_salt={SALT}", timeout=60)
     shown.evaluate("act('PATCH', {pin: true})")  # as a click that comes just after somebody else's deletion
     expect(said).to_have_text(f"It did not work: chunk {used['id']} is unknown, or not cached")
+
+
+def test_why_a_chunk_was_not_cached(server, shown):
+    """From the list of prompts, by the id of a request, and by address; other tenants know no such request."""
+    salt, prompt = "why", [text("Read: "), chunk(ORCHARD), text(" Why?")]
+    (before,) = generate(server, segments=prompt, cache_salt=salt)["meta_info"]["chunks"]
+    prompt = [
+        text("Read: "),
+        chunk(ORCHARD),
+        chunk(f"{ORCHARD}\n"),
+        chunk(ORCHARD.replace("1902", "1731")),
+        text(" Why?"),
+    ]
+    rid = generate(server, segments=prompt, cache_salt=salt, sampling_params={"n": 1})["meta_info"]["id"]
+    found = requests.get(f"{server}/lazy/why?rid={rid}&cache_salt={salt}", timeout=60).json()
+    assert [chunk.get("reason") for chunk in found["chunks"]] == [None, "white space", "numbers"]
+    assert [chunk["like"] for chunk in found["chunks"][1:]] == 2 * [{"id": before["id"]}]
+    assert requests.get(f"{server}/lazy/why?rid={rid}&cache_salt={SALT}", timeout=60).status_code == 404
+
+    shown.get_by_role("textbox", name="Tenant").fill(salt)
+    shown.get_by_role("textbox", name="Tenant").press("Enter")
+    shown.locator("#prompts .found").filter(has_text="1 of 3").click()
+    expect(shown.get_by_role("dialog")).to_be_visible()
+    expect(shown.locator("#why-rid")).to_have_text(rid)
+    expect(shown.locator("#why-prompt")).to_contain_text("2 of 3 chunks not cached. Policy block")
+    words = shown.locator("#why-chunks p")
+    same = f"Chunk {before['id']} was used before, and has the same text but for"
+    expect(words).to_have_text(["It was cached.", f"{same} white space at its ends.", f"{same} numbers or dates."])
+    assert shown.url.endswith(f"/lazy#why/{rid}/{salt}")
+    shown.reload()
+    expect(words).to_have_count(3)
+    shown.locator("#why-chunks li").nth(1).get_by_role("button").last.click()
+    expect(shown.locator("#chunk-id")).to_have_text(before["id"])
+    expect(shown.locator("#why-chunks")).to_be_hidden()
+    expect(fact(shown, "tenant")).to_have_text(salt)
+    shown.keyboard.press("Escape")
+    expect(shown.get_by_role("dialog")).to_be_hidden()
+    assert "#" not in shown.url
+    shown.locator("#rid").fill("no such request")
+    shown.locator("#rid").press("Enter")
+    expect(shown.locator("#why-prompt")).to_have_text(
+        "none of the last prompts with chunks has the request id 'no such request'"
+    )
 
 
 def test_the_page_works_from_the_keyboard(server, shown):

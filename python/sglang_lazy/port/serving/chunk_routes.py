@@ -226,6 +226,25 @@ async def uses(chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[
         raise _refused(error) from None
 
 
+@opened_by(Scope.READ)
+async def why(rid: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+    """Why chunks of one of the caller's last prompts were not cached.
+
+        {"rid": "5b1e…", "time": 1763900000.1, "link": "block", "cache_salt": null, "chunks": [
+          {"id": "9f0c…", "tokens": 812, "hit": false, "reason": "white space", "like": {"id": "0c8e…"},
+           "words": "chunk 0c8e… was used before, and has the same text but for white space at its ends"}]}
+
+    rid: `meta_info.id` of the answer, or the id of an OpenAI answer.
+    chunks: those of the prompt, in its order; only those that were not cached have the last three fields.
+    reason, words: one of `misses.WORDS`, and what it means.
+    like: the chunk that is nearly the same, null without one.
+    """
+    try:
+        return await chunk_calls.why(frontend.current(), tenant, everybody, rid)
+    except ValueError as error:
+        raise _refused(error) from None
+
+
 def add_routes(app: Any) -> None:
     """Add the routes, once."""
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
@@ -237,3 +256,4 @@ def add_routes(app: Any) -> None:
         app.delete(CHUNKS_ROUTE, **chunk_schemas.DELETE_SEVERAL)(delete_chunks)
         app.get(PAGE_ROUTE + "/survey")(survey)
         app.get(PAGE_ROUTE + "/uses/{chunk_id}")(uses)
+        app.get(PAGE_ROUTE + "/why")(why)

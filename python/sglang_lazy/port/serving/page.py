@@ -24,7 +24,17 @@ def _digest(text: str) -> str:
 
 
 # One script, so that one hash allows it; its parts share one scope, and use each other once all are read.
-_PARTS = ("elements.js", "format.js", "server.js", "overview.js", "chunk.js", "list.js", "events.js")
+_PARTS = (
+    "elements.js",
+    "address.js",
+    "format.js",
+    "server.js",
+    "overview.js",
+    "chunk.js",
+    "why.js",
+    "list.js",
+    "events.js",
+)
 _STYLE, _SCRIPT = _read("page.css"), "\n".join(['"use strict";', *map(_read, _PARTS)])
 _PAGE = (
     _read("page.html")

@@ -69,6 +69,7 @@ def served(obj: Any, plan: Plan) -> Served:
         obj.input_ids,
         obj.sampling_params,
         obj.extra_key,
+        obj.lora_id,
         has_images=bool(obj.image_data),
         is_single=getattr(obj, "is_single", False),
         is_counted=obj.log_metrics,

@@ -90,7 +90,7 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     frontend, request = frontend_of(manager), served(obj, plan)
     if plan.labels:
         frontend.labels.add(plan.layout.cache_salt, labels_in(plan, obj.input_ids))
-    outputs = learned(annotated(outputs, request, frontend.usage), obj)
+    outputs = learned(annotated(outputs, request, frontend.usage, frontend.misses), obj)
     if frontend.shadow is None or not plan.policy.reuses:
         return outputs
     state = manager.rid_to_state.get(obj.rid)

@@ -2,29 +2,9 @@
 
 let opened = null; // what the dialog shows: the id of a chunk, and whose it is
 
-// The chunk that the page's address names is shown, and no other.
-function follow() {
-  const [, id, salt = ""] = location.hash.match(/^#([0-9a-f]{16,64})(?:\/(.*))?$/) || [];
-  if (!id) return $("chunk").close();
-  const mine = opened && address(opened.id, opened.cache_salt) === location.hash;
-  if (survey && !mine) open(id, decoded(salt));
-}
-
-function goTo(id, salt) {
-  location.hash = address(id, salt);
-  follow(); // at once: the browser's event comes later
-}
-
-function decoded(salt) {
-  try {
-    return decodeURIComponent(salt);
-  } catch {
-    return salt;
-  }
-}
-
 async function open(id, salt) {
   opened = {id, cache_salt: salt, uses: ""};
+  history.replaceState(null, "", address(id, salt));
   $("chunk-id").textContent = id;
   $("chunk-name").textContent = "Chunk";
   $("used").textContent = "";

@@ -18,13 +18,10 @@ function fill(parent, items, make, update) {
   items.forEach((item, i) => update(parent.children[i] || parent.appendChild(make()), item));
 }
 
-// A chunk's address on this page.  salt: whose it is, null or empty for the shared one.
-const address = (id, salt) => `#${id}${salt ? `/${encodeURIComponent(salt)}` : ""}`;
-
 // A click on `node` shows this chunk.
 function leadTo(node, id, salt) {
   node.dataset.chunk = id;
-  node.dataset.salt = salt || "";
+  node.dataset.place = address(id, salt);
   return node;
 }
 

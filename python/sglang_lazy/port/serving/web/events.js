@@ -1,10 +1,10 @@
 // What people do, and the start
 
 document.addEventListener("click", event => {
-  const target = event.target.closest("[data-chunk]");
+  const target = event.target.closest("[data-place]");
   if (!target) return;
   event.preventDefault();
-  goTo(target.dataset.chunk, target.dataset.salt);
+  goTo(target.dataset.place);
 });
 addEventListener("hashchange", follow);
 for (const [kind, on] of [["pointerover", 1], ["focusin", 1], ["pointerout", 0], ["focusout", 0]]) {
@@ -30,11 +30,18 @@ $("delete").addEventListener("click", () => {
   if (confirm("Delete this chunk from the cache? Prompts that need it compute it again.")) act("DELETE");
 });
 $("chunk").addEventListener("close", () => {
+  leave(opened);
   opened = null;
   document.title = "Chunks · sglang-lazy";
-  if ($("key").hidden) history.replaceState(null, "", location.pathname); // else it is shown again to who has the key
 });
-$("chunk").addEventListener("click", ({target}) => { if (target === $("chunk")) $("chunk").close(); });
+$("why").addEventListener("close", () => {
+  leave(questioned);
+  questioned = null;
+});
+$("why-close").addEventListener("click", () => $("why").close());
+for (const name of ["chunk", "why"]) {
+  $(name).addEventListener("click", ({target}) => { if (target === $(name)) $(name).close(); });
+}
 $("more").addEventListener("click", () => list(true));
 $("pause").addEventListener("click", () => {
   paused = !paused;
@@ -43,7 +50,8 @@ $("pause").addEventListener("click", () => {
   if (survey) show();
 });
 for (const [form, act] of Object.entries({
-  find: () => goTo($("wanted").value, $("salt").value),
+  find: () => goTo(address($("wanted").value, $("salt").value)),
+  ask: () => goTo(addressOfPrompt($("rid").value, $("salt").value)),
   list: () => list(false),
   key: () => {
     const key = $("secret").value;

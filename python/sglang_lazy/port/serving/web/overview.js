@@ -120,15 +120,17 @@ function inWords(history) {
 function makePrompt() {
   const strip = element("div", {class: "strip", role: "group"});
   const [when, link] = [element("span", {class: "dim"}), element("span", {class: "dim link"})];
-  return element("li", {class: "prompt"}, when, link, element("span"), strip);
+  return element("li", {class: "prompt"}, when, link, element("button", {class: "found"}), strip);
 }
 
-function showPrompt(row, {time, link, cache_salt, num_chunks, chunks}) {
+function showPrompt(row, {rid, time, link, cache_salt, num_chunks, chunks}) {
   if (row.className !== "prompt") row.replaceWith(row = makePrompt());
   const [when, policy, found, strip] = row.children, hits = chunks.filter(({hit}) => hit).length;
   when.textContent = ago(time);
   policy.textContent = link;
   found.textContent = `${hits} of ${chunks.length}`;
+  found.title = `Why? Request ${rid}`;
+  found.dataset.place = addressOfPrompt(rid, cache_salt);
   strip.setAttribute("aria-label", `${hits} of ${chunks.length} chunks were cached`);
   const more = num_chunks > chunks.length ? [null] : [];
   fill(strip, [...chunks, ...more], () => element("small"), (block, chunk) => {

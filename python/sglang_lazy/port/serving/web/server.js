@@ -39,6 +39,7 @@ function askForKey() {
   $("key").hidden = false;
   $("keep").hidden = !survey;
   $("chunk").close();
+  $("why").close();
   $("secret").focus();
 }
 
