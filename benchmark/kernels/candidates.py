@@ -31,20 +31,8 @@ class Link:
     @staticmethod
     def refusal(name: str, problem: Problem) -> str | None:
         """Why an implementation does not take a problem, or None."""
-        dims, shape = problem.dims, problem.shape
-        return implementation(name).unsupported(
-            dims.device,
-            dims.dtype,
-            dims.kv_dtype or dims.dtype,
-            dims.num_qo_heads,
-            dims.num_kv_heads,
-            dims.head_dim,
-            rotary_dim=problem.cos_sin_cache.shape[1],
-            max_segments=problem.tables["segment_ends"].shape[1],
-            windowed=shape.window is not None,
-            sinks=shape.sinks,
-            capped=shape.logit_cap is not None,
-        )
+        max_segments = problem.rows.max_segments
+        return implementation(name).unsupported(problem.dims.device, problem.layers[0].kind, max_segments)
 
     def __init__(self, name: str, problem: Problem):
         self.name, self.problem = name, problem
@@ -53,17 +41,12 @@ class Link:
         # A step of the reference takes minutes on a GPU's shapes and tells nothing.
         self.stepped = self.graph or problem.dims.device.type == "cpu"
         dims = problem.dims
-        self.options: dict[str, Any] = dict(
-            is_neox=dims.is_neox, sm_scale=dims.head_dim**-0.5, sinks=problem.sinks, logit_cap=problem.shape.logit_cap
-        )
+        self.options: dict[str, Any] = {}
         if problem.shape.op == "decode":
             self.sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
-            max_segments = problem.tables["segment_ends"].shape[1]
             self.options["workspace"] = self.ops.decode_workspace(
-                max_bs=problem.bs, max_segments=max_segments, **self.sizes, device=dims.device
+                max_bs=problem.bs, max_segments=problem.rows.max_segments, **self.sizes, device=dims.device
             )
-        else:
-            self.options["window"] = problem.shape.window
 
     def plan(self) -> None:
         """Plan the batch, once before all layers."""
@@ -73,9 +56,6 @@ class Link:
             self.options["plan"] = self.ops.plan_extend(self.problem.q, self.problem.caches[0][0], self.problem.rows)
 
     def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        k_cache, v_cache = self.problem.caches[i]
-        op = self.ops.link_decode if self.problem.shape.op == "decode" else self.ops.link_extend
-        op(
-            self.problem.q, k_cache, v_cache, self.problem.rows, self.problem.cos_sin_cache,
-            out=out, lse=lse, **self.options,
-        )  # fmt: skip
+        problem = self.problem
+        op = self.ops.link_decode if problem.shape.op == "decode" else self.ops.link_extend
+        op(problem.q, problem.layers[i], problem.rows, out=out, lse=lse, **self.options)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rope import rope_cos_sin
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 
@@ -79,6 +80,25 @@ class Problem:
         if self.shape.op == "decode":
             return Rows(**self.tables, segment_ids=self.segment_ids)
         return ExtendRows(**self.tables, max_extend_len=int(self.tables["qo_indptr"].diff().max()))
+
+    @functools.cached_property
+    def layers(self) -> list[Layer]:
+        """A layer for each of the caches."""
+        return [
+            Layer(
+                num_qo_heads=self.dims.num_qo_heads,
+                dtype=self.dims.dtype,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                cos_sin_cache=self.cos_sin_cache,
+                is_neox=self.dims.is_neox,
+                sm_scale=self.dims.head_dim**-0.5,
+                window=self.shape.window,
+                sinks=self.sinks,
+                logit_cap=self.shape.logit_cap,
+            )
+            for k_cache, v_cache in self.caches
+        ]
 
     def quantised(self, kv_dtype: torch.dtype) -> "Problem":
         """The same with keys and values rounded to kv_dtype."""

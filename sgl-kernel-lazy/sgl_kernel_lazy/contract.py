@@ -6,12 +6,14 @@ import zlib
 
 import torch
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sgl_kernel_lazy.validation import check_indptr, refuse
 
 
-def check_reads(rows: Rows, num_slots: int, num_rotations: int) -> None:
+def check_reads(rows: Rows, layer: Layer) -> None:
     """Check that slots lie within the cache, and offsets within the table of angles."""
+    num_slots, num_rotations = len(layer.k_cache), len(layer.cos_sin_cache)
     indptr = rows.kv_indptr.tolist()
     slots = rows.kv_indices[indptr[0] : indptr[-1]]
     if (place := _first_outside(slots, num_slots)) is not None:
@@ -38,13 +40,13 @@ def check_sums(sums: torch.Tensor, rows: Rows) -> None:
         raise ValueError(f"sums: expected one for each of {num_kv} KV tokens, got {len(sums)}")
 
 
-def fingerprint(rows: Rows, num_heads_and_dim: tuple[int, int, int]) -> int:
-    """32 bits that tell one planned batch from another."""
+def fingerprint(rows: Rows, dims: tuple[int, int, int]) -> int:
+    """32 bits that tell one planned batch from another.  dims: num_qo_heads, num_kv_heads, head_dim."""
     used, num_kv = rows.used(), rows.kv_indptr[-1]
     tables = (rows.segment_ends[used], rows.segment_offsets[used])
     parts = (rows.kv_indptr, rows.kv_indices[:num_kv], rows.num_segments, *tables)
     values = torch.cat([part.int() for part in parts]).cpu()
-    return zlib.crc32(values.numpy(), zlib.crc32(repr(num_heads_and_dim).encode()))
+    return zlib.crc32(values.numpy(), zlib.crc32(repr(dims).encode()))
 
 
 def check_copied_slots(

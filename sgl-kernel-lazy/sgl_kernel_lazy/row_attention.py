@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rope import rotate_queries
 from sgl_kernel_lazy.rows import Rows
 
@@ -29,14 +30,14 @@ class Row(NamedTuple):
     slots: torch.Tensor
     offsets: torch.Tensor
 
-    def keys(self, k_cache: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    def keys(self, layer: Layer) -> torch.Tensor:
         """[num_kv_heads, n, head_dim] fp32 or fp64, rotated by their positions in the prompt."""
-        keys = _widened(k_cache[self.slots])
-        return rotate_queries(keys, self.offsets, cos_sin_cache, is_neox=is_neox).transpose(0, 1)
+        keys = _widened(layer.k_cache[self.slots])
+        return rotate_queries(keys, self.offsets, layer.cos_sin_cache, is_neox=layer.is_neox).transpose(0, 1)
 
-    def values(self, v_cache: torch.Tensor) -> torch.Tensor:
+    def values(self, layer: Layer) -> torch.Tensor:
         """[num_kv_heads, n, head_dim] fp32 or fp64."""
-        return _widened(v_cache[self.slots]).transpose(0, 1)
+        return _widened(layer.v_cache[self.slots]).transpose(0, 1)
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

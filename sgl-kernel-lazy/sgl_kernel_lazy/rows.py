@@ -63,6 +63,11 @@ class Rows:
         """The rows of `q`: one per request."""
         return self.bs
 
+    @functools.cached_property
+    def num_listed(self) -> int:
+        """The length of what lists the KV tokens: as many, or more."""
+        return self.kv_indices.shape[0]
+
     def used(self) -> torch.Tensor:
         """Which elements of the tables of segments count: bool [bs, max_segments]."""
         return torch.arange(self.max_segments, device=self.device) < self.num_segments[:, None]
@@ -79,7 +84,7 @@ class Rows:
 
     def _check_contents(self) -> None:
         """Rows lie within what lists their KV tokens, their segments are in order, and equal ids have equal slots."""
-        check_indptr("kv_indptr", self.kv_indptr, self._num_listed())
+        check_indptr("kv_indptr", self.kv_indptr, self.num_listed)
         width = self.max_segments
         refuse((self.num_segments < 0) | (self.num_segments > width), f"num_segments: expected 0 to {width}")
         ends = self.segment_ends.masked_fill(~self.used(), 0)
@@ -87,9 +92,6 @@ class Rows:
         refuse(self.used() & (steps < 0), "segment_ends: expected to ascend from 0")
         if self.segment_ids is not None:
             self._check_shared(self.segment_ids)
-
-    def _num_listed(self) -> int:
-        return len(self.kv_indices)
 
     def _check_shared(self, segment_ids: torch.Tensor) -> None:
         known: dict[int, list[int]] = {}
@@ -123,6 +125,10 @@ class ExtendRows(Rows):
         """The rows of `q`."""
         return self.q_positions.shape[0]
 
+    @functools.cached_property
+    def num_listed(self) -> int:
+        return min(self.kv_indices.shape[0], self.kv_positions.shape[0])
+
     def _check_tensors(self) -> None:
         super()._check_tensors()
         check_tensor("qo_indptr", self.qo_indptr, (self.bs + 1,), (torch.int32,), self.device)
@@ -130,9 +136,6 @@ class ExtendRows(Rows):
         check_tensor("kv_positions", self.kv_positions, (None,), (torch.int32,), self.device)
         if not isinstance(self.max_extend_len, int) or self.max_extend_len < 0:
             raise ValueError(f"max_extend_len: expected a non-negative int, got {self.max_extend_len!r}")
-
-    def _num_listed(self) -> int:
-        return min(len(self.kv_indices), len(self.kv_positions))
 
     def _check_contents(self) -> None:
         """No request has more queries than said, and segments end within their rows, too."""

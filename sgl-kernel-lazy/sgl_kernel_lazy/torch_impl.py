@@ -1,41 +1,25 @@
 """Linked attention in plain PyTorch: the readable implementation, and the one that serves on CPU."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from sgl_kernel_lazy.contract import check_positions, check_reads, check_sums, fingerprint
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, LayerKind, check_queries, check_sums_and_queries
 from sgl_kernel_lazy.row_attention import Row, attend, masked_scores, rows_of
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sgl_kernel_lazy.torch_copy_rotated import copy_rotated as copy_rotated
 from sgl_kernel_lazy.torch_link_states import link_states as link_states
 from sgl_kernel_lazy.torch_window_rows import window_rows as window_rows
-from sgl_kernel_lazy.validation import check_tensor, check_window
 
 # Elements of the score matrix of one step: 64 MiB of float32.
 MAX_SCORES = 1 << 24
 
 
-def unsupported(
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    max_segments: int,
-    windowed: bool,
-    sinks: bool,
-    capped: bool,
-) -> str | None:
-    """Why this implementation cannot serve such a layer here, or None; always None here.
+def unsupported(device: torch.device, kind: LayerKind, max_segments: int) -> str | None:
+    """Why this implementation cannot serve such a layer on this device, or None; always None here.
 
-    kv_dtype: dtype, or fp8.
     max_segments: of a request, the width of the segment tables.
-    windowed, sinks, capped: whether it has a window, sinks, or a logit cap.
     """
     return None
 
@@ -74,16 +58,9 @@ def plan_decode(
 
 def link_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: Layer,
     rows: Rows,
-    cos_sin_cache: torch.Tensor,
     *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -93,66 +70,41 @@ def link_decode(
     p_j is the offset of the chunk segment that holds KV token j, whose key is stored at its local position; it is 0 for
     text, stored at absolute positions.
 
-    q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
-    k_cache, v_cache: [num_slots, num_kv_heads, head_dim], both in q's dtype or in fp8 (e4m3fn, e5m2), which is widened
-        without loss. At most 2**31 slots.
-    rows: the KV tokens of each request, the same for all layers with one window.
-    cos_sin_cache: [num_rows, rotary_dim] fp32, with rows for negative offsets where there are any: see `rope_cos_sin`.
-    sm_scale: what scores are multiplied by, positive.
-    v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
-        by a scale, multiply sm_scale by it.
-    sinks: [num_qo_heads], fp32, fp16 or bf16: a score of each head that takes part in its softmax, without a value.
-    logit_cap: a positive bound c on scores, each of which is c tanh(score / c); not on sinks.
+    q: [bs, num_qo_heads, head_dim], rotated by its absolute position; rows may be strided.
+    layer, rows: the caches and the KV tokens of each request; layers with one window share the rows.
     workspace: from `decode_workspace`, with this batch planned by `plan_decode`; None: made here.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log, of the KV tokens without the sink.
     Returns out. A request without KV tokens gives a zero row and lse -inf.
     Raises ValueError on a shape, dtype, device or stride mismatch. Other preconditions are checked by this
     implementation only (`contract.py`).
     """
-    options: dict[str, Any] = dict(v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse)
-    check_layer(q, k_cache, v_cache, rows, cos_sin_cache, sm_scale, **options)
-    if workspace is not None and workspace.item() != fingerprint(rows, (q.shape[1], k_cache.shape[1], q.shape[2])):
+    check_queries(q, layer, rows, out, lse)
+    if workspace is not None and workspace.item() != fingerprint(rows, layer.dims):
         raise ValueError("workspace: expected the plan of this batch, got that of another")
-    check_reads(rows, len(k_cache), len(cos_sin_cache))
+    check_reads(rows, layer)
 
     def sees_all(row: Row, queries: slice) -> torch.Tensor:
         return torch.ones(queries.stop - queries.start, len(row.slots), dtype=torch.bool, device=q.device)
 
-    each = list(range(rows.bs + 1))
-    return _attend(q, k_cache, v_cache, rows, cos_sin_cache, each, sees_all, is_neox, sm_scale, **options)
+    return _attend(q, layer, rows, list(range(rows.bs + 1)), sees_all, out, lse)
 
 
 def link_extend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: ExtendRows,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    q: torch.Tensor, layer: Layer, rows: ExtendRows, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`link_decode` for a ragged batch of query rows, each of which sees the KV tokens with kv_position <= q_position.
 
     q: [nnz_qo, num_qo_heads, head_dim], as `rows` says. kv_positions ascend strictly within each chunk segment, within
         the cached text, and within the new text, which is the last qo_len tokens of a row.
-    window: how many positions a query row sees, its own included: those with kv_position > q_position - window.
+    layer: if it has a window, a query row sees only those with kv_position > q_position - window.
     Where queries are not KV tokens of their rows, as in cross attention, positions ascend strictly throughout a row.
     The keys and values of the new tokens are in the cache already. Other arguments, results and errors: `link_decode`;
     a row that sees nothing gives zeros and lse -inf.
     """
-    options: dict[str, Any] = dict(v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse)
-    check_layer(q, k_cache, v_cache, rows, cos_sin_cache, sm_scale, **options)
-    check_window(window)
-    check_reads(rows, len(k_cache), len(cos_sin_cache))
+    check_queries(q, layer, rows, out, lse)
+    check_reads(rows, layer)
     check_positions(rows)
-    kv_positions, q_positions = rows.kv_positions, rows.q_positions
+    kv_positions, q_positions, window = rows.kv_positions, rows.q_positions, layer.window
 
     def sees(row: Row, queries: slice) -> torch.Tensor:
         visible = kv_positions[row.begin : row.end] <= q_positions[queries, None]
@@ -160,34 +112,26 @@ def link_extend(
             visible &= kv_positions[row.begin : row.end] > q_positions[queries, None] - window
         return visible
 
-    indptr = rows.qo_indptr.tolist()
-    return _attend(q, k_cache, v_cache, rows, cos_sin_cache, indptr, sees, is_neox, sm_scale, **options)
+    return _attend(q, layer, rows, rows.qo_indptr.tolist(), sees, out, lse)
 
 
 def _attend(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: Layer,
     rows: Rows,
-    cos_sin_cache: torch.Tensor,
     qo_indptr: list[int],
     sees: Callable[[Row, slice], torch.Tensor],
-    is_neox: bool,
-    sm_scale: float,
-    *,
-    v_scale: float,
-    sinks: torch.Tensor | None,
-    logit_cap: float | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """sees: which KV tokens of a row queries see, bool [n_q, n]. Other arguments and results: `link_extend`."""
+    sm_scale, logit_cap, sinks = layer.sm_scale, layer.logit_cap, layer.sinks
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for b, row in enumerate(rows_of(rows)):
-        keys, values = row.keys(k_cache, cos_sin_cache, is_neox), row.values(v_cache)
+        keys, values = row.keys(layer), row.values(layer)
         for queries in _steps(qo_indptr[b], qo_indptr[b + 1], q.shape[1] * len(row.slots)):
             visible = sees(row, queries)
-            result = attend(q[queries], keys, values, visible, sm_scale, logit_cap) * v_scale
+            result = attend(q[queries], keys, values, visible, sm_scale, logit_cap) * layer.v_scale
             if lse is not None or sinks is not None:
                 sums = masked_scores(q[queries], keys, visible, sm_scale, logit_cap).logsumexp(-1)
             if sinks is not None:
@@ -198,18 +142,7 @@ def _attend(
     return out
 
 
-def accumulate_attention(
-    sums: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    rows: ExtendRows,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-    sm_scale: float,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-) -> None:
+def accumulate_attention(sums: torch.Tensor, q: torch.Tensor, layer: Layer, rows: ExtendRows) -> None:
     """sums[j] += sum over the query rows i and heads h of request b of softmax_j(sm_scale < R(-p_j) q[i, h], k_j >),
     for all KV tokens j of request b's row: how much attention each of them gets.
 
@@ -219,20 +152,19 @@ def accumulate_attention(
     Other arguments and errors: `link_extend`. A query row sees the KV tokens with kv_position <= q_position, and one
     that sees nothing adds nothing. The same call gives the same bits.
     """
-    check_layer(q, k_cache, k_cache, rows, cos_sin_cache, sm_scale, sinks=sinks, logit_cap=logit_cap)
-    check_tensor("sums", sums, (None,), (torch.float32,), rows.device)
+    check_sums_and_queries(sums, q, layer, rows)
     check_sums(sums, rows)
-    check_reads(rows, len(k_cache), len(cos_sin_cache))
+    check_reads(rows, layer)
     qo = rows.qo_indptr.tolist()
     for b, row in enumerate(rows_of(rows)):
-        keys = row.keys(k_cache, cos_sin_cache, is_neox)
+        keys = row.keys(layer)
         for queries in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
             visible = rows.kv_positions[row.begin : row.end] <= rows.q_positions[queries, None]
             sees = visible.any(1)
-            scores = masked_scores(q[queries][sees], keys, visible[sees], sm_scale, logit_cap)
+            scores = masked_scores(q[queries][sees], keys, visible[sees], layer.sm_scale, layer.logit_cap)
             totals = scores.logsumexp(-1, keepdim=True)
-            if sinks is not None:
-                totals = totals.logaddexp(sinks[:, None].float())
+            if layer.sinks is not None:
+                totals = totals.logaddexp(layer.sinks[:, None].float())
             sums[row.begin : row.end] += (scores - totals).exp().sum((0, 1))
 
 

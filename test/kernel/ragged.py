@@ -5,9 +5,11 @@ import random
 
 import torch
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.naive import naive_link_decode, naive_link_extend
 from sgl_kernel_lazy.rope import rope_cos_sin, rotate_queries
 from sgl_kernel_lazy.rows import ExtendRows, Rows
+from sgl_kernel_lazy.validation import FLOATS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -52,7 +54,7 @@ class Batch:
     @property
     def decode_rows(self) -> Rows:
         """What `plan_decode` and `link_decode` take."""
-        return packed(**self.decode, segment_ids=self.segment_ids)["rows"]
+        return Rows(**_taken(Rows, self.decode), segment_ids=self.segment_ids)
 
     @property
     def decode_q(self):
@@ -65,10 +67,16 @@ class Batch:
 
 
 def packed(**arguments) -> dict:
-    """Arguments of an op, with those that describe rows as one, which checks them."""
-    fields = [field.name for field in dataclasses.fields(ExtendRows)]
-    described = {name: arguments.pop(name) for name in fields if name in arguments}
-    return arguments | {"rows": (ExtendRows if "qo_indptr" in described else Rows)(**described)}
+    """Arguments of an op, with those that describe its layer and its rows as one each, which check them."""
+    q, k_cache = arguments["q"], arguments["k_cache"]
+    dtype = k_cache.dtype if k_cache.dtype in FLOATS else q.dtype
+    layer = dict(num_qo_heads=q.shape[1], dtype=dtype) | _taken(Layer, arguments)
+    rows = _taken(ExtendRows, arguments)
+    return arguments | {"layer": Layer(**layer), "rows": (ExtendRows if "qo_indptr" in rows else Rows)(**rows)}
+
+
+def _taken(cls, arguments: dict) -> dict:
+    return {field.name: arguments.pop(field.name) for field in dataclasses.fields(cls) if field.name in arguments}
 
 
 def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) -> Batch:

@@ -48,7 +48,7 @@ def arguments(batch: Batch) -> dict:
     begins, lengths = batch.extend["qo_indptr"][:-1].tolist(), batch.extend["qo_indptr"].diff().tolist()
     counts = [(-(-n // 2), n, 0)[b % 3] for b, n in enumerate(lengths)]
     rows = torch.cat([torch.arange(begin, begin + n) for begin, n in zip(begins, counts, strict=True)]).to(DEVICE)
-    inputs = {argument: tensor for argument, tensor in batch.extend.items() if argument != "v_cache"}
+    inputs = dict(batch.extend)
     inputs["qo_indptr"] = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     return inputs | {argument: inputs[argument][rows] for argument in ("q", "q_positions")}
 
@@ -73,7 +73,8 @@ def run(name: str, batch: Batch, sums: torch.Tensor | None = None, **given) -> t
 def naive(batch: Batch, dtype: torch.dtype) -> torch.Tensor:
     """The sums of the formula in this dtype."""
     sums = new_sums(batch, dtype)
-    naive_accumulate_attention(sums, **arguments(batch), **batch.options)
+    inputs = {argument: tensor for argument, tensor in arguments(batch).items() if argument != "v_cache"}
+    naive_accumulate_attention(sums, **inputs, **batch.options)
     return sums
 
 
@@ -133,13 +134,13 @@ def test_fp8_caches(name, fp8):
     seed, shape, layout = CASES["group of 4, partial"]
     batch = random_batch(seed, dataclasses.replace(shape, dtype=torch.float16), layout)
     quantised = quantise(batch, fp8, k_scale=2.0)
-    check(name, batch, k_cache=quantised["k_cache"], sm_scale=quantised["sm_scale"])
+    check(name, batch, **quantised)
 
 
 def test_triton_does_not_widen_fp8_to_float64():
     batch = random_batch(0)
     with pytest.raises(ValueError, match="k_cache: expected dtype torch.float32, got torch.float8"):
-        run("triton", batch, k_cache=batch.extend["k_cache"].to(torch.float8_e5m2))
+        run("triton", batch, **quantise(batch, torch.float8_e5m2))
 
 
 @implementations
@@ -232,7 +233,7 @@ def test_the_reference_takes_many_rows_in_steps(monkeypatch):
 MISTAKES = {
     "sums": lambda t: t.double(),
     "q": lambda t: t.long(),
-    "k_cache": lambda t: t[..., :-8],
+    "k_cache": lambda t: t[0],
     "qo_indptr": lambda t: t[1:],
     "q_positions": lambda t: t.float(),
     "kv_positions": lambda t: t.long(),
@@ -240,6 +241,7 @@ MISTAKES = {
     "cos_sin_cache": lambda t: t.bfloat16(),
     "max_extend_len": lambda n: None,
     "sm_scale": lambda scale: -scale,
+    "window": lambda _: 8,
 }
 
 
@@ -247,6 +249,6 @@ MISTAKES = {
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_errors_name_the_argument(name, argument):
     batch = random_batch(0)
-    given = dict(arguments(batch), sums=new_sums(batch), max_extend_len=3, sm_scale=1.0)
+    given = dict(arguments(batch), sums=new_sums(batch), max_extend_len=3, sm_scale=1.0, window=None)
     with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
         run(name, batch, **{argument: MISTAKES[argument](given[argument])})

@@ -1,5 +1,6 @@
 """The benchmark command: every family on tiny shapes, the check before any timing, and its output."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -71,22 +72,23 @@ def fails(kind, name, shape, dtype=torch.bfloat16):
     return False
 
 
-def without_cap(right, *args, logit_cap, **given):
-    return right(*args, logit_cap=None, **given)
+def without_cap(right, q, layer, rows, **given):
+    return right(q, dataclasses.replace(layer, logit_cap=None), rows, **given)
 
 
-def in_halves(right, *args, is_neox, **given):
-    return right(*args, is_neox=True, **given)
+def in_halves(right, q, layer, rows, **given):
+    return right(q, dataclasses.replace(layer, is_neox=True), rows, **given)
 
 
-def whole_heads(right, q, k_cache, v_cache, rows, cos_sin_cache, **given):
-    if cos_sin_cache.shape[1] < 128:
-        cos_sin_cache = cos_sin_cache.repeat_interleave(128 // cos_sin_cache.shape[1], dim=1)
-    return right(q, k_cache, v_cache, rows, cos_sin_cache, **given)
+def whole_heads(right, q, layer, rows, **given):
+    if (rotary_dim := layer.cos_sin_cache.shape[1]) < 128:
+        table = layer.cos_sin_cache.repeat_interleave(128 // rotary_dim, dim=1)
+        layer = dataclasses.replace(layer, cos_sin_cache=table)
+    return right(q, layer, rows, **given)
 
 
-def a_token_too_many(right, *args, window=None, **given):
-    return right(*args, window=window and window + 1, **given)
+def a_token_too_many(right, q, layer, rows, **given):
+    return right(q, dataclasses.replace(layer, window=layer.window and layer.window + 1), rows, **given)
 
 
 def a_token_early(right, *, seq_lens, **given):

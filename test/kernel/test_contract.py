@@ -20,7 +20,6 @@ def two_rows():
 
 def accumulate(batch):
     arguments = {"sums": torch.zeros(199, device=DEVICE), **batch.extend}
-    del arguments["v_cache"]
     torch_impl.accumulate_attention(**packed(**arguments, **batch.options, max_extend_len=batch.max_extend_len))
 
 

@@ -9,6 +9,7 @@ import torch
 from ragged import DEVICE, NAN, relative_error
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -37,7 +38,15 @@ class Problem:
         unused[self.slots] = False
         caches[:, unused] = NAN
         self.k_cache, self.v_cache = caches
-        self.cos_sin_cache = rope_cos_sin(torch.zeros(16), 4, 8).to(DEVICE)
+        self.layer = Layer(
+            num_qo_heads=HEADS,
+            dtype=dtype,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            cos_sin_cache=rope_cos_sin(torch.zeros(16), 4, 8).to(DEVICE),
+            is_neox=True,
+            sm_scale=DIM**-0.5,
+        )
 
     @property
     def expected(self):
@@ -66,8 +75,7 @@ def test_prefill(name, dtype):
     none = torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
     out = get_implementation(name).link_extend(
         problem.q,
-        problem.k_cache,
-        problem.v_cache,
+        problem.layer,
         ExtendRows(
             qo_indptr=indptr(problem.queries),
             q_positions=torch.full((len(problem.q),), AFTER_ALL, dtype=torch.int32, device=DEVICE),
@@ -79,9 +87,6 @@ def test_prefill(name, dtype):
             segment_offsets=none,
             max_extend_len=130,
         ),
-        problem.cos_sin_cache,
-        is_neox=True,
-        sm_scale=DIM**-0.5,
     )
     assert relative_error(out, problem.expected) < BUDGET[dtype]
 
@@ -103,16 +108,7 @@ def test_decode(name, dtype):
     dims = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
     workspace = ops.decode_workspace(4, 3, **dims, device=DEVICE)
     ops.plan_decode(workspace, rows, **dims)
-    out = ops.link_decode(
-        problem.q,
-        problem.k_cache,
-        problem.v_cache,
-        rows,
-        problem.cos_sin_cache,
-        is_neox=True,
-        sm_scale=DIM**-0.5,
-        workspace=workspace,
-    )
+    out = ops.link_decode(problem.q, problem.layer, rows, workspace=workspace)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     reads = [0, 2, 3]
     expected = problem.expected.nan_to_num()

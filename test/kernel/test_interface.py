@@ -10,11 +10,12 @@ import sys
 
 import pytest
 import torch
-from ragged import NAN, packed, random_batch, run
+from ragged import DEVICE, NAN, packed, random_batch, run
 
 import sgl_kernel_lazy
 from benchmark.kernels.candidates import implementation
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.layer import LayerKind
 
 HERE = pathlib.Path(__file__).parent
 
@@ -66,7 +67,6 @@ def test_what_the_benchmark_compares_with_has_it_too(op):
 
 HOPPER = dict(
     dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_qo_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128,
-    max_segments=256, windowed=False, sinks=False, capped=False,
 )  # fmt: skip
 REFUSED = {
     "queries in torch.float16 or torch.bfloat16, got torch.float32": dict(dtype=torch.float32, kv_dtype=torch.float32),
@@ -84,19 +84,20 @@ REFUSED = {
 }
 
 
+def unsupported(name, device, max_segments=256, **kind):
+    return get_implementation(name).unsupported(torch.device(device), LayerKind(**HOPPER | kind), max_segments)
+
+
 @pytest.mark.parametrize("reason", REFUSED)
 def test_cuda_names_what_it_cannot_serve(monkeypatch, reason):
-    cuda = get_implementation("cuda")
-    monkeypatch.setattr(cuda, "missing", lambda device: None)
-    device = torch.device("cuda")
-    assert cuda.unsupported(device, **HOPPER) is None
-    assert re.match(f"expected {reason}", cuda.unsupported(device, **HOPPER | REFUSED[reason]))
+    monkeypatch.setattr(get_implementation("cuda"), "missing", lambda device: None)
+    assert unsupported("cuda", "cuda") is None
+    assert re.match(f"expected {reason}", unsupported("cuda", "cuda", **REFUSED[reason]))
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_others_take_any_number_of_segments(name):
-    device = torch.device("cpu")
-    assert get_implementation(name).unsupported(device, **HOPPER | dict(max_segments=100000)) is None
+    assert unsupported(name, "cpu", max_segments=100000) is None
 
 
 def test_unknown_implementation():
@@ -106,7 +107,7 @@ def test_unknown_implementation():
 
 MISTAKES = {
     "q": lambda t: t.long(),
-    "k_cache": lambda t: t[..., :-8],
+    "k_cache": lambda t: t[0],
     "v_cache": lambda t: t.double(),
     "kv_indptr": lambda t: t[:-1],
     "kv_indices": lambda t: t.float(),
@@ -122,6 +123,15 @@ MISTAKES = {
     "q_positions": lambda t: t.float(),
     "kv_positions": lambda t: t.long(),
 }
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_a_layer_and_its_batch_are_on_one_device(op, name):
+    caches = ("k_cache", "v_cache", "cos_sin_cache")
+    inputs = random_batch(0).extend
+    with pytest.raises(ValueError, match=f"^k_cache: expected device {DEVICE}.*, got meta"):
+        run(op, get_implementation(name), random_batch(0), **{each: inputs[each].to("meta") for each in caches})
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

@@ -107,15 +107,12 @@ def test_each_row_reads_its_window(seed, num_queries, for_graph, kernels):
     seq_lens = torch.tensor(list(itertools.chain(*seen)))
     q = torch.randn(len(seq_lens), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
     assert {plan.window for plan in planned} == set(windows)
+    layer = table.model.layers[0].with_caches((keys, values), q.dtype, HEAD_DIM**-0.5)
     for (window, *_), (listed, workspace) in planned.items():
         out = get_implementation("torch").link_decode(
             rotate_queries(q, seq_lens - 1, ROPE.cos_sin_cache, is_neox=True),
-            keys,
-            values,
+            layer,
             listed,
-            ROPE.cos_sin_cache,
-            is_neox=True,
-            sm_scale=HEAD_DIM**-0.5,
             workspace=workspace if kernels == "torch" else None,  # each plans in its own way
         )
         lens = listed.kv_indptr.diff()

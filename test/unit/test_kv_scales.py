@@ -34,18 +34,18 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
         link_window_slots=None,
         link_stock_part=None,
         link_table=SimpleNamespace(loads=None),
+        link_layers={},
     )
-    backend._options = lambda *given: LinkAttention._options(backend, *given)
+    backend._scales = lambda *given: LinkAttention._scales(backend, *given)
+    backend._with_caches = lambda *given: LinkAttention._with_caches(backend, *given)
     slots = torch.arange(1, NUM_TOKENS + 1)
     q = torch.full((1, NUM_HEADS * HEAD_DIM), 1000.0)
     batch = SimpleNamespace(out_cache_loc=slots)
-    q, k_cache, v_cache, options = LinkAttention._prepare(backend, q, k.clone(), v.clone(), layer, batch, True, {})
+    q, linked = LinkAttention._prepare(backend, q, k.clone(), v.clone(), layer, batch, True, {})
     ints = {name: torch.zeros(1, 1, dtype=torch.int32) for name in ("segment_ends", "segment_offsets")}
     ints |= {"num_segments": torch.zeros(1, dtype=torch.int32), "kv_indices": slots}
     ints["kv_indptr"] = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
-    return get_implementation("torch").link_decode(
-        q, k_cache, v_cache, Rows(**ints), **options, v_scale=LinkAttention._v_scale(backend, layer)
-    )
+    return get_implementation("torch").link_decode(q, linked, Rows(**ints))
 
 
 def test_scales_cancel():
@@ -71,14 +71,26 @@ def test_kernels_are_compiled_for_every_scale():
         model.append(module)
     layer = AttentionLayer(NUM_HEADS, NUM_HEADS, HEAD_DIM, rope, kernels=kernels)
     table = SegmentTable(2, 1, "cpu", ServedModel({}, dict.fromkeys(range(len(model)), layer)))
+    cache = torch.zeros(2, NUM_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn)
     runner = SimpleNamespace(
         model=model,
         server_args=SimpleNamespace(speculative_num_draft_tokens=None),
         device="cpu",
         dtype=torch.float32,
         kv_cache_dtype=torch.float8_e4m3fn,
-        token_to_kv_pool=Mock(**{"get_kv_buffer.return_value": (None, None)}),
+        token_to_kv_pool=Mock(**{"get_kv_buffer.return_value": (cache, cache)}),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 4, dtype=torch.int32)),
     )
-    LinkAttention.init_link_path(LinkAttention.__new__(LinkAttention), runner, table)
-    assert [call.kwargs["sm_scale"] for call in kernels.link_extend.mock_calls] == [0.5, 2.0, 1.0]
+    backend = LinkAttention.__new__(LinkAttention)
+    backend.init_link_path(runner, table)
+    assert [call.args[1].sm_scale for call in kernels.link_extend.mock_calls] == [0.5, 2.0, 1.0]
+
+    attn, sinks = model[1].attn, torch.zeros(NUM_HEADS)
+    described = backend._with_caches(attn, torch.float32, sinks)
+    assert (described.sm_scale, described.v_scale, described.sinks) == (2.0, 2.0, sinks)
+    assert backend._with_caches(attn, torch.float32, sinks) is described, "it is checked once"
+    attn.k_scale_float = 4.0  # as other weights may bring it
+    assert backend._with_caches(attn, torch.float32, sinks).sm_scale == 4.0
+    assert backend._with_caches(attn, torch.float32, None).sinks is None
+    runner.token_to_kv_pool.get_kv_buffer.return_value = (other := cache.clone(), cache)
+    assert backend._with_caches(attn, torch.float32, None).k_cache is other

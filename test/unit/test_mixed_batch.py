@@ -55,7 +55,7 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
         super().__init__(runner)
         layer = AttentionLayer(QO_HEADS, KV_HEADS, HEAD_DIM, ROPE, window, kernels=get_implementation("torch"))
         self.link_model, self.link_fp8 = ServedModel({}, {0: layer}), False
-        self.link_pool, self.link_window_slots = runner.token_to_kv_pool, None
+        self.link_pool, self.link_window_slots, self.link_layers = runner.token_to_kv_pool, None, {}
         self.link_rows = runner.req_to_token_pool
         self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)
 
@@ -342,7 +342,7 @@ def test_rows_are_checked_once_for_all_layers():
             layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id)
             backend.forward_extend(q, k, v, layer, forward_batch)
     rows, probed = backend.link_prefill.rows, backend.link_probe_rows
-    assert [call.args[3] is rows for call in kernels.link_extend.mock_calls] == [True] * num_layers
+    assert [call.args[2] is rows for call in kernels.link_extend.mock_calls] == [True] * num_layers
     assert [call.args[3] is probed for call in kernels.accumulate_attention.mock_calls] == [True] * 2
     assert probed is not rows
 

@@ -176,9 +176,9 @@ def cuda_takes(monkeypatch):
     """cuda_takes(n): limit the CUDA kernels to n segments per row. Triton's take all but what it is told."""
 
     def limit(num_segments, not_triton=None):
-        def unsupported(_device, _dtype, _kv_dtype, _heads, _kv_heads, head_dim, _rotary_dim, max_segments, **kinds):
-            assert kinds == dict(windowed=head_dim == 64, sinks=False, capped=False)
-            if head_dim > 256:
+        def unsupported(_device, kind, max_segments):
+            assert (kind.windowed, kind.sinks, kind.capped) == (kind.head_dim == 64, False, False)
+            if kind.head_dim > 256:
                 return "heads of 64, 128 or 256"
             return f"at most {num_segments} segments a row" if max_segments > num_segments else None
 

@@ -5,6 +5,7 @@ import torch
 from benchmark.kernels.flashinfer.common import refusal
 from benchmark.kernels.flashinfer.link_decode import decode_workspace, link_decode, plan_decode
 from benchmark.kernels.flashinfer.link_extend import link_extend, plan_extend
+from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_states import link_states
@@ -24,20 +25,8 @@ __all__ = [
 ]
 
 
-def unsupported(
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    max_segments: int,
-    windowed: bool,
-    sinks: bool,
-    capped: bool,
-) -> str | None:
+def unsupported(device: torch.device, kind: LayerKind, max_segments: int) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if device.type != "cuda":
         return "FlashInfer's kernels need a GPU"
-    return refusal(dtype, kv_dtype, head_dim, windowed, sinks, capped)
+    return refusal(kind)

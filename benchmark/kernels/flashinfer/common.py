@@ -13,6 +13,7 @@ from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import device_support_pdl
 
 from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.layer import Layer, LayerKind
 from sgl_kernel_lazy.triton.common import jit, merge_step, merged, partner_dim, rotate_back
 
 DTYPES, HEAD_DIMS = (torch.float16, torch.bfloat16), (64, 128, 256)
@@ -22,32 +23,22 @@ ROTATED_HEADS, ROTATE_WARPS = 16, 4
 NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 
 
-def refusal(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool, capped: bool
-) -> str | None:
+def refusal(kind: LayerKind) -> str | None:
     """The unmet requirement of FlashInfer's kernels as used here, or None."""
-    if dtype not in DTYPES:
-        return f"expected queries in {' or '.join(map(str, DTYPES))}, got {dtype}"
-    if kv_dtype != dtype:
-        return f"expected caches in the queries' {dtype}, got {kv_dtype}"
-    if head_dim not in HEAD_DIMS:
-        return f"expected head_dim to be one of {HEAD_DIMS}, got {head_dim}"
-    if windowed or sinks or capped:
+    if kind.dtype not in DTYPES:
+        return f"expected queries in {' or '.join(map(str, DTYPES))}, got {kind.dtype}"
+    if kind.kv_dtype != kind.dtype:
+        return f"expected caches in the queries' {kind.dtype}, got {kind.kv_dtype}"
+    if kind.head_dim not in HEAD_DIMS:
+        return f"expected head_dim to be one of {HEAD_DIMS}, got {kind.head_dim}"
+    if kind.windowed or kind.sinks or kind.capped:
         return "expected neither windows nor sinks nor logit caps"
     return None
 
 
-def check_supported(
-    op: str,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    logit_cap: float | None,
-) -> None:
+def check_supported(op: str, layer: Layer) -> None:
     """Raise ValueError with the result of `refusal`, if any."""
-    asked = window is not None, sinks is not None, logit_cap is not None
-    if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1], *asked):
+    if reason := refusal(layer.kind):
         raise ValueError(f"{op}: {reason}")
 
 
@@ -142,16 +133,16 @@ def rotate(
     q: torch.Tensor,
     rows: torch.Tensor,
     offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
+    layer: Layer,
 ) -> torch.Tensor:
     """R(-offsets[i]) q[rows[i]] for every i, as [len(rows), num_qo_heads, head_dim]."""
     _, heads, head_dim = q.shape
     rotated = torch.empty(len(rows), heads, head_dim, dtype=q.dtype, device=q.device)
+    cos_sin_cache = layer.cos_sin_cache
     block_h = min(ROTATED_HEADS, triton.next_power_of_2(heads))
     _rotate_kernel[(len(rows), triton.cdiv(heads, block_h))](
         q, rotated, rows, offsets, cos_sin_cache, q.stride(0), q.stride(1), cos_sin_cache.stride(0),
-        HEADS=heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
+        HEADS=heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=layer.is_neox,
         BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=ROTATE_WARPS,
     )  # fmt: skip
     return rotated

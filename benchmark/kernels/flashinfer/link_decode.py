@@ -8,7 +8,7 @@ import triton.language as tl
 
 from benchmark.kernels.flashinfer.common import Kernel, check_supported, merge, rotate
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, check_queries
 from sgl_kernel_lazy.rows import Rows
 from sgl_kernel_lazy.triton.common import jit
 
@@ -136,16 +136,9 @@ def plan_decode(
 
 def link_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: Layer,
     rows: Rows,
-    cos_sin_cache: torch.Tensor,
     *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -155,16 +148,12 @@ def link_decode(
     The first call for a batch size makes FlashInfer's plan, which copies from the host; later ones can be captured in a
     CUDA graph.
     """
-    check_layer(
-        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
-        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=(),
-    )  # fmt: skip
-    check_supported("link_decode", q, k_cache, None, sinks, logit_cap)
-    bs, num_qo_heads, head_dim = q.shape
+    check_queries(q, layer, rows, out, lse)
+    check_supported("link_decode", layer)
+    num_qo_heads, num_kv_heads, head_dim = layer.dims
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if bs == 0:
+    if rows.bs == 0:
         return out
-    num_kv_heads = k_cache.shape[1]
     if workspace is None:
         workspace = Workspace(num_kv_heads, q.device)
     if workspace.planned is None:
@@ -175,12 +164,12 @@ def link_decode(
         # One tile per item of any length, so a plan made for lengths of 1 is valid for all.
         alike = torch.arange(len(items.rows) + 1, dtype=torch.int32)
         items.kernel = Kernel("fa2", q, num_kv_heads, alike, alike, causal=False, split=False)
-    rotated = rotate(q, items.rows, items.offsets, cos_sin_cache, is_neox)
+    rotated = rotate(q, items.rows, items.offsets, layer)
     partial_out = torch.empty_like(rotated)
     partial_lse = torch.empty(rotated.shape[:2], dtype=torch.float32, device=q.device)
     items.kernel.run(
-        rotated, k_cache, v_cache, items.qo_indptr, items.kv_indptr, rows.kv_indices.to(torch.int32),
-        partial_out, partial_lse, sm_scale,
+        rotated, layer.k_cache, layer.v_cache, items.qo_indptr, items.kv_indptr, rows.kv_indices.to(torch.int32),
+        partial_out, partial_lse, layer.sm_scale,
     )  # fmt: skip
     merge(partial_out, partial_lse, items.first, None, out, lse, at_once=MERGED)
     return out

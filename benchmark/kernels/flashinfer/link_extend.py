@@ -9,9 +9,8 @@ import torch
 from benchmark.kernels.flashinfer.common import Kernel, check_supported, merge, rotate
 from benchmark.kernels.flashinfer.items import cut_items, list_items
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, check_queries
 from sgl_kernel_lazy.rows import ExtendRows
-from sgl_kernel_lazy.validation import check_window
 
 # fa3 has tiles of 128 rows of one head, fa2 packs the heads of a group: short items suit fa2.
 FA3_ROWS = 64
@@ -98,17 +97,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def link_extend(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: Layer,
     rows: ExtendRows,
-    cos_sin_cache: torch.Tensor,
     *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -117,31 +108,27 @@ def link_extend(
 
     plan: this batch's, from `plan_extend`, for all layers; if None, made here, which synchronizes with the device.
     """
-    check_layer(
-        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
-        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=(),
-    )  # fmt: skip
-    check_window(window)
-    check_supported("link_extend", q, k_cache, window, sinks, logit_cap)
+    check_queries(q, layer, rows, out, lse)
+    check_supported("link_extend", layer)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if len(q) == 0:
         return out
     if plan is None:
-        plan = plan_extend(q, k_cache, rows)
+        plan = plan_extend(q, layer.k_cache, rows)
     if not plan.launches:  # no row sees anything
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
         return out
-    rotated = rotate(q, plan.rows, plan.offsets, cos_sin_cache, is_neox)
+    rotated = rotate(q, plan.rows, plan.offsets, layer)
     partial_out = torch.empty_like(rotated)
     partial_lse = torch.empty(rotated.shape[:2], dtype=torch.float32, device=q.device)
     slots = rows.kv_indices.to(torch.int32)
 
     def run(launch: Launch) -> None:
         launch.kernel.run(
-            rotated[launch.rows], k_cache, v_cache, launch.qo_indptr, launch.kv_indptr, slots,
-            partial_out[launch.rows], partial_lse[launch.rows], sm_scale,
+            rotated[launch.rows], layer.k_cache, layer.v_cache, launch.qo_indptr, launch.kv_indptr, slots,
+            partial_out[launch.rows], partial_lse[launch.rows], layer.sm_scale,
         )  # fmt: skip
 
     if q.is_cuda and len(plan.launches) == 2:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sglang_lazy.attention.metadata import DecodeTables, PrefillRows
 from sglang_lazy.attention.rows import Pass
@@ -136,6 +137,7 @@ class CrossReader:
         layer, device = table.model.layers[0], table.ends.device
         self.table, self._kv_buffer, self._ops = table, kv_buffer, layer.kernels
         self._graph_tables: DecodeTables | None = None
+        self._layers: dict[int, Layer] = {}
         self._dims = layer.decode_plan.dims
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
         # Run both kernels once with one token, so that no request waits for their compilation.
@@ -185,11 +187,15 @@ class CrossReader:
 
         index: the cross layer.  q: [number of tokens, num_qo_heads, head_dim].
         """
-        rope, caches = self.table.model.layers[index].rope, self._kv_buffer(index)
-        options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
+        layer = self._layer(index, q.dtype)
         if self.decode is not None:
-            return self._ops.link_decode(
-                q, *caches, self.decode, rope.cos_sin_cache, workspace=self._workspace, **options
-            )
+            return self._ops.link_decode(q, layer, self.decode, workspace=self._workspace)
         assert self.prefill is not None
-        return self._ops.link_extend(q, *caches, self.prefill.rows, rope.cos_sin_cache, **options)
+        return self._ops.link_extend(q, layer, self.prefill.rows)
+
+    def _layer(self, index: int, dtype: torch.dtype) -> Layer:
+        """A cross layer as kernels take it."""
+        described, caches, known = self.table.model.layers[index], self._kv_buffer(index), self._layers.get(index)
+        if known is None or known.k_cache is not caches[0]:
+            known = self._layers[index] = described.with_caches(caches, dtype, described.head_dim**-0.5)
+        return known

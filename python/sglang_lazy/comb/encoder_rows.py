@@ -6,6 +6,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.core.device import ints_to_device
 from sglang_lazy.core.model import LayerRope
@@ -47,5 +48,13 @@ class EncoderRows:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
         """Attention output.  q: [number of tokens, num_qo_heads, head_dim]; k, v: with num_kv_heads instead."""
-        table, is_neox = self._rope.cos_sin_cache, self._rope.is_neox
-        return self._kernels.link_extend(q, k, v, self._rows, table, is_neox=is_neox, sm_scale=sm_scale)
+        layer = Layer(
+            num_qo_heads=q.shape[1],
+            dtype=q.dtype,
+            k_cache=k,
+            v_cache=v,
+            cos_sin_cache=self._rope.cos_sin_cache,
+            is_neox=self._rope.is_neox,
+            sm_scale=sm_scale,
+        )
+        return self._kernels.link_extend(q, layer, self._rows)

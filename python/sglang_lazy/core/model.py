@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from sgl_kernel_lazy import rope_cos_sin
+from sgl_kernel_lazy.layer import Layer
 
 T = TypeVar("T")
 
@@ -55,6 +56,29 @@ class AttentionLayer:
     sinks: bool = False
     logit_cap: float | None = None
     kernels: Any = None
+
+    def with_caches(
+        self,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+        sm_scale: float,
+        v_scale: float = 1.0,
+        sinks: torch.Tensor | None = None,
+    ) -> Layer:
+        """The layer as kernels take it.  caches: of keys and values; for the rest see `Layer`."""
+        return Layer(
+            num_qo_heads=self.num_qo_heads,
+            dtype=dtype,
+            k_cache=caches[0],
+            v_cache=caches[1],
+            cos_sin_cache=self.rope.cos_sin_cache,
+            is_neox=self.rope.is_neox,
+            sm_scale=sm_scale,
+            v_scale=v_scale,
+            window=self.window,
+            sinks=sinks,
+            logit_cap=self.logit_cap,
+        )
 
     @functools.cached_property
     def decode_plan(self) -> "DecodePlan":

@@ -7,6 +7,7 @@ import torch
 from sgl_kernel_lazy.cuda.jit import missing
 from sgl_kernel_lazy.cuda.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.cuda.link_extend import link_extend
+from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_states import link_states
@@ -25,23 +26,9 @@ __all__ = [
 ]
 
 
-def unsupported(
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    max_segments: int,
-    windowed: bool,
-    sinks: bool,
-    capped: bool,
-) -> str | None:
+def unsupported(device: torch.device, kind: LayerKind, max_segments: int) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     # The submodules' names are those of the ops.
     decode = importlib.import_module("sgl_kernel_lazy.cuda.link_decode")
     extend = importlib.import_module("sgl_kernel_lazy.cuda.link_extend")
-    if reason := missing(device) or decode.refusal(dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
-        return reason
-    return extend.refusal(dtype, kv_dtype, head_dim, rotary_dim, max_segments, windowed)
+    return missing(device) or decode.refusal(kind) or extend.refusal(kind, max_segments)

@@ -1,4 +1,4 @@
-"""Build and load the CUDA modules through FlashInfer's JIT; nvcc takes some seconds the first time."""
+"""What the CUDA kernels take, and how their modules are built and loaded: by FlashInfer's JIT, with nvcc."""
 
 import functools
 import importlib.util
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from sgl_kernel_lazy.layer import Layer
 
 CSRC = Path(__file__).parent.parent / "csrc"
 # Values of LAZY_DTYPE and LAZY_KV_FP8.
@@ -25,6 +27,13 @@ def missing(device: torch.device) -> str | None:
     if shutil.which("nvcc") is None and not (Path(home) / "bin" / "nvcc").exists():
         return "nvcc, which compiles the kernels, was not found"
     return None
+
+
+def kernel_sinks(layer: Layer) -> torch.Tensor | None:
+    """A layer's sinks in a type that its kernels read: that of its queries, or float32."""
+    if layer.sinks is None or layer.sinks.dtype == layer.dtype:
+        return layer.sinks
+    return layer.sinks.to(torch.float32)
 
 
 @functools.cache

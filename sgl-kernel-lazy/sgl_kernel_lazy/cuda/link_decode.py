@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
+from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, kernel_sinks, load_module
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, LayerKind, check_queries
 from sgl_kernel_lazy.rows import Rows
 
 # A chunk is read once for all its users, rather than by each, if that saves this many reads: (users - 1) * tokens.
@@ -18,11 +18,10 @@ SPAN = 0
 MAX_GROUP_SIZES = {64: 32, 128: 32, 256: 16}
 
 
-def refusal(
-    dtype: torch.dtype, kv_dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int
-) -> str | None:
+def refusal(kind: LayerKind) -> str | None:
     """The unmet requirement of `link_decode`, or None; `sgl_kernel_lazy.triton` supports all that it refuses."""
-    group_size = num_qo_heads // num_kv_heads
+    dtype, kv_dtype, head_dim, rotary_dim = kind.dtype, kind.kv_dtype, kind.head_dim, kind.rotary_dim
+    num_kv_heads, group_size = kind.num_kv_heads, kind.num_qo_heads // kind.num_kv_heads
     if dtype not in CTYPES:
         return f"expected queries in {' or '.join(map(str, CTYPES))}, got {dtype}"
     if head_dim not in MAX_GROUP_SIZES:
@@ -87,67 +86,45 @@ def plan_decode(
 
 
 @functools.cache
-def _module(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    is_neox: bool,
-    capped: bool,
-) -> Any:
+def _module(kind: LayerKind, is_neox: bool) -> Any:
     """The kernels for such a layer. Raises ValueError where there are none."""
-    if reason := refusal(dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
+    if reason := refusal(kind):
         raise ValueError(f"link_decode: {reason}")
     return load_module(
         "link_decode",
-        dtype=CTYPES[dtype], kv_fp8=KV_FP8.get(kv_dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox), capped=int(capped),
+        dtype=CTYPES[kind.dtype], kv_fp8=KV_FP8.get(kind.kv_dtype, 0), head_dim=kind.head_dim,
+        rotary_dim=kind.rotary_dim, is_neox=int(is_neox), capped=int(kind.capped),
     )  # fmt: skip
 
 
 def link_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: Layer,
     rows: Rows,
-    cos_sin_cache: torch.Tensor,
     *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
-    k_cache, v_cache: the heads of a slot are contiguous. With fp8, queries and weights are multiplied as fp16.
+    The heads of a slot are contiguous in both caches. With fp8, queries and weights are multiplied as fp16.
 
     With workspace and out, the call allocates nothing and does not synchronize with the device, so it can be captured
     in a CUDA graph, with the plan inside or outside of it.
     """
-    check_layer(
-        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
-        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse,
-    )  # fmt: skip
-    bs, num_qo_heads, head_dim = q.shape
+    check_queries(q, layer, rows, out, lse)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if bs == 0:
+    if rows.bs == 0:
         return out
-    num_kv_heads, rotary_dim = k_cache.shape[1], cos_sin_cache.shape[1]
-    kinds = (q.dtype, k_cache.dtype)
-    module = _module(*kinds, num_qo_heads, num_kv_heads, head_dim, rotary_dim, is_neox, logit_cap is not None)
+    module = _module(layer.kind, layer.is_neox)
     if workspace is None:
-        workspace = decode_workspace(bs, rows.max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
+        num_qo_heads, num_kv_heads, head_dim = layer.dims
+        workspace = decode_workspace(rows.bs, rows.max_segments, *layer.dims, q.device)
         plan_decode(workspace, rows, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    if sinks is not None and sinks.dtype != q.dtype:
-        sinks = sinks.to(torch.float32)
     module.link_decode(
-        q, k_cache, v_cache, rows.kv_indices.to(torch.int32), rows.max_segments, cos_sin_cache, workspace, sinks,
-        out, lse, sm_scale, v_scale, logit_cap or 0.0, num_sms(q.device),
+        q, layer.k_cache, layer.v_cache, rows.kv_indices.to(torch.int32), rows.max_segments, layer.cos_sin_cache,
+        workspace, kernel_sinks(layer), out, lse, layer.sm_scale, layer.v_scale, layer.logit_cap or 0.0,
+        num_sms(q.device),
     )  # fmt: skip
     return out

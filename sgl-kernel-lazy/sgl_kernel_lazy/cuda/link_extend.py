@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
+from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, kernel_sinks, load_module
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, LayerKind, check_queries
 from sgl_kernel_lazy.rows import ExtendRows
-from sgl_kernel_lazy.validation import check_window
 
 # Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have only small items.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
@@ -23,20 +22,18 @@ NO_WINDOW = 2**31 - 1
 WORTH_SPLITTING = 4
 
 
-def refusal(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int, windowed: bool
-) -> str | None:
+def refusal(kind: LayerKind, max_segments: int) -> str | None:
     """The unmet requirement of `link_extend`, or None; `sgl_kernel_lazy.triton` supports all that it refuses."""
-    if dtype not in CTYPES:
-        return f"expected queries in {' or '.join(map(str, CTYPES))}, got {dtype}"
-    if head_dim not in BLOCK_N:
-        return f"expected head_dim to be one of {tuple(BLOCK_N)}, got {head_dim}"
-    if rotary_dim % 16:
-        return f"expected rotary_dim to be a multiple of 16, got {rotary_dim}"
-    if max_segments > (most := MAX_SEGMENTS_WINDOWED if windowed else MAX_SEGMENTS):
+    if kind.dtype not in CTYPES:
+        return f"expected queries in {' or '.join(map(str, CTYPES))}, got {kind.dtype}"
+    if kind.head_dim not in BLOCK_N:
+        return f"expected head_dim to be one of {tuple(BLOCK_N)}, got {kind.head_dim}"
+    if kind.rotary_dim % 16:
+        return f"expected rotary_dim to be a multiple of 16, got {kind.rotary_dim}"
+    if max_segments > (most := MAX_SEGMENTS_WINDOWED if kind.windowed else MAX_SEGMENTS):
         return f"expected at most {most} segments per request, got {max_segments}"
-    if kv_dtype in KV_FP8 and head_dim > 128:
-        return f"expected for {kv_dtype} caches head_dim 64 or 128, got {head_dim}"
+    if kind.kv_dtype in KV_FP8 and kind.head_dim > 128:
+        return f"expected for {kind.kv_dtype} caches head_dim 64 or 128, got {kind.head_dim}"
     return None
 
 
@@ -74,57 +71,29 @@ def _room(
 
 
 @functools.cache
-def _module(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    head_dim: int,
-    rotary_dim: int,
-    max_segments: int,
-    is_neox: bool,
-    windowed: bool,
-    capped: bool,
-) -> Any:
+def _module(kind: LayerKind, is_neox: bool, max_segments: int) -> Any:
     """The kernels for such a layer. Raises ValueError where there are none."""
-    if reason := refusal(dtype, kv_dtype, head_dim, rotary_dim, max_segments, windowed):
+    if reason := refusal(kind, max_segments):
         raise ValueError(f"link_extend: {reason}")
     return load_module(
         "link_extend",
-        dtype=CTYPES[dtype], kv_fp8=KV_FP8.get(kv_dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox), windowed=int(windowed), capped=int(capped),
+        dtype=CTYPES[kind.dtype], kv_fp8=KV_FP8.get(kind.kv_dtype, 0), head_dim=kind.head_dim,
+        rotary_dim=kind.rotary_dim, is_neox=int(is_neox), windowed=int(kind.windowed), capped=int(kind.capped),
     )  # fmt: skip
 
 
 def link_extend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: ExtendRows,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    q: torch.Tensor, layer: Layer, rows: ExtendRows, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16; without device synchronization.
 
     Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches are for head_dim 64
     and 128; queries and weights are then multiplied as fp16.
     """
-    check_layer(
-        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
-        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse,
-    )  # fmt: skip
-    check_window(window)
-    nnz_qo, num_qo_heads, head_dim = q.shape
-    num_kv_heads, rotary_dim = k_cache.shape[1], cos_sin_cache.shape[1]
-    windowed, capped = window is not None, logit_cap is not None
-    module = _module(q.dtype, k_cache.dtype, head_dim, rotary_dim, rows.max_segments, is_neox, windowed, capped)
-    max_extend_len, nnz_kv = rows.max_extend_len, rows.kv_indices.shape[0]
+    check_queries(q, layer, rows, out, lse)
+    num_qo_heads, num_kv_heads, head_dim = layer.dims
+    module = _module(layer.kind, layer.is_neox, rows.max_segments)
+    nnz_qo, nnz_kv, max_extend_len, window = rows.num_queries, rows.num_listed, rows.max_extend_len, layer.window
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
@@ -138,12 +107,11 @@ def link_extend(
     if max_partials > 0:
         partial_out = torch.empty(max_partials, block_m, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(max_partials, block_m, dtype=torch.float32, device=q.device)
-    if sinks is not None and sinks.dtype != q.dtype:
-        sinks = sinks.to(torch.float32)
     module.link_extend(
-        q, k_cache, v_cache, rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
-        rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache, sinks, out, lse,
+        q, layer.k_cache, layer.v_cache,
+        rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
+        rows.num_segments, rows.segment_ends, rows.segment_offsets, layer.cos_sin_cache, kernel_sinks(layer), out, lse,
         partial_out, partial_lse, block_m, block_n, max_items, sms,
-        sm_scale, v_scale, window or NO_WINDOW, logit_cap or 0.0,
+        layer.sm_scale, layer.v_scale, window or NO_WINDOW, layer.logit_cap or 0.0,
     )  # fmt: skip
     return out

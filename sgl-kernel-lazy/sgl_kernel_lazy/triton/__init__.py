@@ -2,6 +2,7 @@
 
 import torch
 
+from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.common import kv_dtypes
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
@@ -23,22 +24,11 @@ __all__ = [
 ]
 
 
-def unsupported(
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    max_segments: int,
-    windowed: bool,
-    sinks: bool,
-    capped: bool,
-) -> str | None:
+def unsupported(device: torch.device, kind: LayerKind, max_segments: int) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
-    if kv_dtype not in (dtype, *kv_dtypes(dtype)):
-        return f"{kv_dtype} caches with a model in {dtype}"
+    kv_dtype = kind.kv_dtype
+    if kv_dtype not in kv_dtypes(kind.dtype):
+        return f"{kv_dtype} caches with a model in {kind.dtype}"
     if kv_dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return f"Triton reads {kv_dtype} from compute capability 8.9 on"
     return None

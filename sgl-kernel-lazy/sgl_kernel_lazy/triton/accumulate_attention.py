@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, check_sums_and_queries
 from sgl_kernel_lazy.rows import ExtendRows
 from sgl_kernel_lazy.triton.common import (
     accumulator,
     block_sizes,
     capped,
+    check_caches,
     jit,
-    kv_dtypes,
     partner_dim,
     place_in_pairs,
     rotate_back,
@@ -24,7 +24,6 @@ from sgl_kernel_lazy.triton.common import (
     softmax_step,
     table_block,
 )
-from sgl_kernel_lazy.validation import check_tensor
 
 # Bytes of a tile of keys, and of a tile of queries at most; how many programs per SM the KV tokens are split for, and
 # into how many splits at most.
@@ -200,33 +199,18 @@ def _num_splits(bs: int, row_tiles: int, kv_tiles: int, num_kv_heads: int, num_s
     return max(1, min(MAX_SPLITS, kv_tiles, PROGRAMS * num_sms // (bs * num_kv_heads * row_tiles)))
 
 
-def accumulate_attention(
-    sums: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    rows: ExtendRows,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-    sm_scale: float,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-) -> None:
+def accumulate_attention(sums: torch.Tensor, q: torch.Tensor, layer: Layer, rows: ExtendRows) -> None:
     """Same contract as `sgl_kernel_lazy.torch_impl.accumulate_attention`, fp8 caches with fp16 and bf16 queries; never
     waits for the device.
 
     It allocates one number per query row, head and split of the KV tokens, of which there are at most MAX_SPLITS.
     """
-    check_layer(
-        q, k_cache, k_cache, rows, cos_sin_cache, sm_scale,
-        sinks=sinks, logit_cap=logit_cap, kv_dtypes=kv_dtypes(q.dtype),
-    )  # fmt: skip
-    check_tensor("sums", sums, (None,), (torch.float32,), rows.device)
-    nnz_qo, num_qo_heads, head_dim = q.shape
-    nnz_kv, max_extend_len = rows.kv_indices.shape[0], rows.max_extend_len
+    check_sums_and_queries(sums, q, layer, rows)
+    check_caches(layer)
+    num_qo_heads, num_kv_heads, head_dim = layer.dims
+    bs, nnz_qo, nnz_kv, max_extend_len = rows.bs, rows.num_queries, rows.num_listed, rows.max_extend_len
     if nnz_qo == 0 or max_extend_len == 0 or nnz_kv == 0:
         return
-    bs, num_kv_heads = rows.bs, k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
     acc, acc_dtype = accumulator(q.dtype)
     blocks, launch = _tiles(max_extend_len * group, head_dim, q.dtype)
@@ -234,6 +218,7 @@ def accumulate_attention(
     num_splits = _num_splits(
         bs, row_tiles, triton.cdiv(nnz_kv, bs * blocks["BLOCK_N"]), num_kv_heads, num_sms(q.device)
     )
+    k_cache, cos_sin_cache = layer.k_cache, layer.cos_sin_cache
     tensors = (
         rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
         rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache,
@@ -243,17 +228,17 @@ def accumulate_attention(
         rows.segment_ends.stride(0), rows.segment_offsets.stride(0), cos_sin_cache.stride(0),
     )  # fmt: skip
     constants = dict(
-        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_SEGMENTS=table_block(rows.max_segments, least=16),
-        **blocks, **launch,
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=layer.kind.rotary_dim, IS_NEOX=layer.is_neox,
+        **score_scales(layer.sm_scale, layer.logit_cap), ACC=acc,
+        BLOCK_SEGMENTS=table_block(rows.max_segments, least=16), **blocks, **launch,
     )  # fmt: skip
     partial_lse = torch.empty(num_splits, nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)
     _lse_kernel[(row_tiles, num_kv_heads, bs * num_splits)](
         q, k_cache, partial_lse, *tensors, nnz_qo, num_splits, *strides, **constants
     )
     lse = partial_lse.logsumexp(0)
-    if sinks is not None:
-        lse = lse.logaddexp(sinks.to(acc_dtype))
+    if layer.sinks is not None:
+        lse = lse.logaddexp(layer.sinks.to(acc_dtype))
     _sum_kernel[(triton.cdiv(nnz_kv, blocks["BLOCK_N"]), bs)](
         sums, q, k_cache, lse, *tensors, *strides, NUM_KV_HEADS=num_kv_heads, **constants
     )

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.validation import FP8
 
 LOG2E = 1.4426950408889634
@@ -27,8 +28,14 @@ def accumulator(dtype: torch.dtype) -> tuple[tl.dtype, torch.dtype]:
 
 
 def kv_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of caches besides that of the queries: Triton does not widen fp8 to ACC for float32."""
-    return () if dtype == torch.float32 else FP8
+    """The dtypes of caches for queries in `dtype`: Triton does not widen fp8 to ACC for float32."""
+    return (dtype,) if dtype == torch.float32 else (dtype, *FP8)
+
+
+def check_caches(layer: Layer) -> None:
+    """Raise ValueError if the caches of a layer have a dtype that Triton does not read for its queries."""
+    if (kv_dtype := layer.k_cache.dtype) not in kv_dtypes(layer.dtype):
+        raise ValueError(f"k_cache: expected dtype {layer.dtype}, got {kv_dtype}")
 
 
 def operand_size(dtype: torch.dtype) -> int:

@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms, shared_memory
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, check_queries
 from sgl_kernel_lazy.rows import Rows
 from sgl_kernel_lazy.triton.common import (
     accumulate,
     accumulator,
     block_sizes,
+    check_caches,
     finish,
     jit,
-    kv_dtypes,
     merge_splits,
     operand_size,
     partner_dim,
@@ -207,16 +207,9 @@ def plan_decode(
 
 def link_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: Layer,
     rows: Rows,
-    cos_sin_cache: torch.Tensor,
     *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -226,20 +219,17 @@ def link_decode(
     With workspace and out, the call allocates nothing; the grid depends only on shapes and there is no device
     synchronization, so it can be captured in a CUDA graph.
     """
-    check_layer(
-        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
-        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=kv_dtypes(q.dtype),
-    )  # fmt: skip
-    bs, num_qo_heads, head_dim = q.shape
+    check_queries(q, layer, rows, out, lse)
+    check_caches(layer)
+    bs, (num_qo_heads, num_kv_heads, head_dim) = rows.bs, layer.dims
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if bs == 0:
         return out
-    num_kv_heads = k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
     launch = _launch(head_dim, q.dtype, q.device)
     block_h, num_spans = _plan(num_qo_heads, num_kv_heads, launch.programs, q.device)
     if workspace is None:
-        workspace = decode_workspace(bs, rows.max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
+        workspace = decode_workspace(bs, rows.max_segments, *layer.dims, q.device)
     check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
     parts = (num_spans + bs) * num_qo_heads
     if workspace.numel() < parts * (head_dim + 2):
@@ -249,20 +239,21 @@ def link_decode(
     partial_out, partial_lse = workspace[: parts * (head_dim + 2)].split([parts * head_dim, parts * 2])
     partial_lse = partial_lse.view(acc_dtype)
 
+    k_cache, v_cache, cos_sin_cache = layer.k_cache, layer.v_cache, layer.cos_sin_cache
     blocks = block_sizes(head_dim, q.dtype, launch.tile_bytes)
     _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), num_spans)](
         q, k_cache, v_cache, partial_out, partial_lse,
         rows.kv_indptr, rows.kv_indices, rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache,
-        bs, v_scale,
+        bs, layer.v_scale,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         rows.segment_ends.stride(0), rows.segment_offsets.stride(0), cos_sin_cache.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_H=block_h, **blocks,
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=layer.kind.rotary_dim, IS_NEOX=layer.is_neox,
+        **score_scales(layer.sm_scale, layer.logit_cap), ACC=acc, BLOCK_H=block_h, **blocks,
         BLOCK_BS=table_block(bs, least=128), BLOCK_SEGMENTS=table_block(rows.max_segments, least=16),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
-        partial_out, partial_lse, sinks, out, lse, rows.kv_indptr, bs, num_spans,
+        partial_out, partial_lse, layer.sinks, out, lse, rows.kv_indptr, bs, num_spans,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
         HEAD_DIM=head_dim, ACC=acc, **blocks, BLOCK_S=64, num_warps=4,
     )  # fmt: skip

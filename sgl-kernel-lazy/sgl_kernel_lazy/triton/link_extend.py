@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms, shared_memory
-from sgl_kernel_lazy.layer_checks import check_layer
+from sgl_kernel_lazy.layer import Layer, check_queries
 from sgl_kernel_lazy.rows import ExtendRows
 from sgl_kernel_lazy.triton.common import (
     accumulator,
     block_sizes,
+    check_caches,
     finish,
     jit,
-    kv_dtypes,
     merge_splits,
     operand_size,
     score_scales,
@@ -22,7 +22,6 @@ from sgl_kernel_lazy.triton.common import (
     table_block,
 )
 from sgl_kernel_lazy.triton.extend_runs import attend_masked, attend_seen, rotated_queries, seen_bounds
-from sgl_kernel_lazy.validation import check_window
 
 MAX_SPLITS = 64
 # Microseconds of an earlier kernel on an H200, whose SMs ran one program at a time: per 128 KV tokens, to begin and end
@@ -226,32 +225,15 @@ def _tile_bytes(block_m: int, device: torch.device) -> int:
 
 
 def link_extend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: ExtendRows,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logit_cap: float | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    q: torch.Tensor, layer: Layer, rows: ExtendRows, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, fp8 caches with fp16 and bf16 queries; never waits for
     the device.
     """
-    check_layer(
-        q, k_cache, v_cache, rows, cos_sin_cache, sm_scale,
-        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, kv_dtypes=kv_dtypes(q.dtype),
-    )  # fmt: skip
-    check_window(window)
-    nnz_qo, num_qo_heads, head_dim = q.shape
-    bs, nnz_kv, max_extend_len = rows.bs, rows.kv_indices.shape[0], rows.max_extend_len
-    num_kv_heads = k_cache.shape[1]
+    check_queries(q, layer, rows, out, lse)
+    check_caches(layer)
+    num_qo_heads, num_kv_heads, head_dim = layer.dims
+    bs, nnz_qo, nnz_kv, max_extend_len = rows.bs, rows.num_queries, rows.num_listed, rows.max_extend_len
     group = num_qo_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
@@ -261,30 +243,31 @@ def link_extend(
         bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim,
         head_dim * operand_size(q.dtype), num_sms(q.device),
     )  # fmt: skip
-    if window is not None:
+    if layer.window is not None:
         num_splits = 1  # few tiles, and next to one another
     target, target_lse = out, lse
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)
+    k_cache, v_cache, cos_sin_cache = layer.k_cache, layer.v_cache, layer.cos_sin_cache
     blocks = block_sizes(head_dim, q.dtype, _tile_bytes(block_m, q.device))
     _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
-        q, k_cache, v_cache, sinks, target, target_lse,
+        q, k_cache, v_cache, layer.sinks, target, target_lse,
         rows.qo_indptr, rows.q_positions, rows.kv_indptr, rows.kv_indices, rows.kv_positions,
         rows.num_segments, rows.segment_ends, rows.segment_offsets, cos_sin_cache,
-        nnz_qo, num_splits, v_scale,
+        nnz_qo, num_splits, layer.v_scale,
         q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1),
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         rows.segment_ends.stride(0), rows.segment_offsets.stride(0), cos_sin_cache.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0), **score_scales(sm_scale, logit_cap),
-        WINDOW=window or 0, ACC=acc, SPLIT=num_splits > 1,
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=layer.kind.rotary_dim, IS_NEOX=layer.is_neox,
+        STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0),
+        **score_scales(layer.sm_scale, layer.logit_cap), WINDOW=layer.window or 0, ACC=acc, SPLIT=num_splits > 1,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(rows.max_segments, least=16),
         **_launch(block_m, head_dim, q.device),
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(nnz_qo, num_qo_heads)](
-            target, target_lse, sinks, out, lse, nnz_qo, num_splits,
+            target, target_lse, layer.sinks, out, lse, nnz_qo, num_splits,
             out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
             HEAD_DIM=head_dim, ACC=acc, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.attention.metadata import PrefillRows
 from sglang_lazy.attention.table import SegmentTable
@@ -52,11 +53,12 @@ class LinkAttention(AttentionBackend):
         self.link_pool = runner.token_to_kv_pool
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
+        self.link_layers: dict[int, tuple[tuple, Layer]] = {}
         self.link_decode = DecodeRows(table, runner.req_to_token_pool, num_queries(runner.server_args))
         compiled = set()
         for attn, _ in attention_layers(runner.model):
             # Triton's kernels contain the scale, of which an fp8 cache's is a part.
-            variant = table.model.layers[attn.layer_id], self._options(attn, None)["sm_scale"]
+            variant = table.model.layers[attn.layer_id], self._scales(attn)[0]
             if variant not in compiled:
                 self._compile_extend(attn, runner)
                 compiled.add(variant)
@@ -66,7 +68,7 @@ class LinkAttention(AttentionBackend):
         ints = dict(dtype=torch.int32, device=runner.device)
         zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
         copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
-        layer = self.link_model.layers[attn.layer_id]
+        described = self.link_model.layers[attn.layer_id]
         rows = ExtendRows(
             kv_indptr=indptr,
             kv_indices=zero,
@@ -78,15 +80,9 @@ class LinkAttention(AttentionBackend):
             kv_positions=zero,
             max_extend_len=1,
         )
-        sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if layer.sinks else None
-        layer.kernels.link_extend(
-            torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
-            *self.link_pool.get_kv_buffer(attn.layer_id),
-            rows,
-            window=layer.window,
-            v_scale=self._v_scale(attn),
-            **self._options(attn, sinks),
-        )
+        sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if described.sinks else None
+        q = torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device)
+        described.kernels.link_extend(q, self._with_caches(attn, runner.dtype, sinks), rows)
 
     # Metadata
 
@@ -149,19 +145,10 @@ class LinkAttention(AttentionBackend):
 
     def _forward_planned(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
         assert self.link_planned is not None
-        q, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        heads, linked = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         described = self.link_model.layers[layer.layer_id]
         rows, workspace = self.link_planned[described.decode_plan]
-        out = described.kernels.link_decode(
-            q,
-            k_cache,
-            v_cache,
-            rows,
-            workspace=workspace,
-            v_scale=self._v_scale(layer),
-            **options,
-        )
-        return out.flatten(1)
+        return described.kernels.link_decode(heads, linked, rows, workspace=workspace).flatten(1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
         if layer.layer_id == self.link_table.last_layer:
@@ -172,7 +159,7 @@ class LinkAttention(AttentionBackend):
         prefill, stock_part = self.link_prefill, self.link_stock_part
         if prefill is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        heads, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        heads, linked = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
         if (given := forward_batch._attn_output) is not None:  # in graphs; padded where q is
             out = given.view(-1, *heads.shape[1:])[: len(heads)]
@@ -188,23 +175,19 @@ class LinkAttention(AttentionBackend):
         described, whole = self.link_model.layers[layer.layer_id], self.link_model.keeps_all(layer.layer_id)
         rows, tokens = prefill.rows if whole else prefill.window_rows, prefill.tokens
         in_place = not isinstance(tokens, torch.Tensor)
-        linked = described.kernels.link_extend(
+        result = described.kernels.link_extend(
             heads if tokens is None else heads[tokens],
-            k_cache,
-            v_cache,
+            linked,
             rows,
             out=(out if tokens is None else out[tokens]) if in_place else None,
-            window=described.window,
-            v_scale=self._v_scale(layer),
-            **options,
         )
         if not in_place:
-            out[tokens] = linked
-        self._measure(heads, k_cache, layer, options)
+            out[tokens] = result
+        self._measure(heads, layer, linked)
         return out.flatten(1)
 
     def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
-        """Store the new keys and values. Returns q by head, the layer's caches and the kernels' common arguments."""
+        """Store the new keys and values. Returns q by head, and the layer as kernels take it."""
         unknown = [name for name, value in kwargs.items() if value is not None and name != "sinks"]
         if unknown:
             raise NotImplementedError(
@@ -218,40 +201,35 @@ class LinkAttention(AttentionBackend):
                 # The pool divides them by the scales in place, and SGLang's attention may read them, not the cache.
                 k, v = k.clone(), v.clone()
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
-        k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
         # SGLang cuts off what pads q to the size of a prefill graph, but not where q has a batch dimension (Gemma 3).
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: len(forward_batch.out_cache_loc)]
-        return (
-            heads,
-            k_cache,
-            v_cache,
-            self._options(layer, kwargs.get("sinks")),
-        )
+        return heads, self._with_caches(layer, heads.dtype, kwargs.get("sinks"))
 
-    def _options(self, layer: Any, sinks: torch.Tensor | None) -> dict[str, Any]:
-        """The kernels' common arguments, which do not depend on the batch."""
-        described = self.link_model.layers[layer.layer_id]
+    def _with_caches(self, attn: Any, dtype: torch.dtype, sinks: torch.Tensor | None) -> Layer:
+        """A layer as kernels take it, made once, and again if the model or the pool has other tensors or scales."""
+        caches = self.link_pool.get_kv_buffer(attn.layer_id)
+        scales = self._scales(attn)
+        current = (id(sinks), *scales, *(cache.data_ptr() for cache in caches))
+        known = self.link_layers.get(attn.layer_id)
+        if known is None or known[0] != current:
+            layer = self.link_model.layers[attn.layer_id].with_caches(caches, dtype, *scales, sinks)
+            known = self.link_layers[attn.layer_id] = current, layer
+        return known[1]
+
+    def _scales(self, attn: Any) -> tuple[float, float]:
+        """A layer's `sm_scale` and `v_scale`."""
         # The pool divides by the scales only when it rounds to fp8.
-        k_scale = kv_scales(layer)[0] if self.link_fp8 else 1.0
-        return {
-            "cos_sin_cache": described.rope.cos_sin_cache,
-            "is_neox": described.rope.is_neox,
-            "sm_scale": layer.scaling * k_scale,
-            "sinks": sinks,
-            "logit_cap": described.logit_cap,
-        }
+        k_scale, v_scale = kv_scales(attn) if self.link_fp8 else (1.0, 1.0)
+        return attn.scaling * k_scale, v_scale
 
-    def _v_scale(self, layer: Any) -> float:
-        return kv_scales(layer)[1] if self.link_fp8 else 1.0
-
-    def _measure(self, q: torch.Tensor, k_cache: torch.Tensor, layer: Any, options: dict[str, Any]) -> None:
+    def _measure(self, q: torch.Tensor, layer: Any, linked: Layer) -> None:
         """Add this layer's attention to the sums of the batch's probes.  q: of all new tokens, by head."""
         probes, rows = self.link_table.probes, self.link_probe_rows
         if probes is None or layer.layer_id not in probes.layers:
             return
         assert rows is not None, "the row of a probe has segments"
         described = self.link_model.layers[layer.layer_id]
-        described.kernels.accumulate_attention(probes.sums, q[probes.tokens], k_cache, rows, **options)
+        described.kernels.accumulate_attention(probes.sums, q[probes.tokens], linked, rows)
 
 
 def _rows_of(forward_batch: ForwardBatch) -> ForwardBatch | QueryRows:

@@ -15,6 +15,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.comb.compat import unfit_flags_of_comb
@@ -250,19 +251,18 @@ def _unfit_to_draft(runner: Any) -> list[str]:
 
 def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:
     """Why this kernel implementation cannot serve a layer of an otherwise supported model, or None."""
-    return get_implementation(name).unsupported(
-        torch.device(runner.device),
+    kind = LayerKind(
         runner.dtype,
         runner.kv_cache_dtype,
         layer.num_qo_heads,
         layer.num_kv_heads,
         layer.head_dim,
         layer.rope.cos_sin_cache.shape[1],
-        max_segments=max_chunks,
         windowed=layer.window is not None,
         sinks=layer.sinks,
         capped=layer.logit_cap is not None,
     )
+    return get_implementation(name).unsupported(torch.device(runner.device), kind, max_chunks)
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:
