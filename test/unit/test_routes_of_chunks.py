@@ -22,7 +22,7 @@ from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
 from sglang_lazy.port.serving import chunk_routes, frontend, page
 from sglang_lazy.serving import chunk_calls, chunk_lists, registration
-from sglang_lazy.serving.misses import Answered, Terms
+from sglang_lazy.serving.misses import WORDS, Answered, Terms
 from sglang_lazy.serving.tokenization import concatenate
 
 ID = "1" * 16
@@ -34,6 +34,7 @@ SURVEY = {
 SURVEY |= {
     "hottest": [{"id": ID, "hits": 2, "tokens": 5, "adapter": None, "cache_salt": None}],
     "largest": [],
+    "evicted": [[20, 3, 12]],
     "pinned": [],
 }
 UNNAMED = {"cache_salt": None, "name": None, "metadata": None}
@@ -152,7 +153,8 @@ def test_parts_of_a_survey(process, asked):
     found = http.get("/lazy/survey").json()
     assert asked == [("survey", {"tenant": None, "everybody": False, "starts": None})]
     assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0, **UNNAMED}]
-    assert (found["chunks"], found["memory"]) == (SURVEY["chunks"], SURVEY["memory"])
+    for name in ("chunks", "memory", "evicted"):
+        assert found[name] == SURVEY[name]
     assert [row[1:] for row in found["history"]] == [[1, 1, 1, 5, 0]] and abs(found["time"] - time.time()) < 60
     assert [prompt["chunks"][0]["hit"] for prompt in found["prompts"]] == [True]
     uses = http.get(f"/lazy/uses/{ID}{'0' * 48}", headers={"X-Cache-Salt": "a"}).json()
@@ -174,6 +176,7 @@ def test_why_chunks_were_not_cached(process):
 
     async def answer():
         ids = [*range(9), 90, *range(9), 5]
+        process.misses.note(Answered("before", "a", Terms(), ids, report[:1], 3.0, 4.0))
         process.misses.note(Answered("r", "a", Terms(), ids, report, 5.0, 6.0))
         await process.misses.of("a", "r")
 
@@ -181,11 +184,11 @@ def test_why_chunks_were_not_cached(process):
     unknown = http.get("/lazy/why?rid=r", headers=mine).json()["chunks"]
     assert [one.get("reason") for one in unknown] == ["unknown", "unknown", None]
     asyncio.run(answer())
-    new = {"reason": "new", "like": None, "words": "no chunk like it was used before"}
+    gone = {"reason": "evicted", "like": None, "words": WORDS["evicted"]}
     like = {"id": ID, "name": "Lease"}
     words = f"chunk {ID} was used before, and has much of the same text, but another beginning"
     expected = [
-        {"id": ID, "name": "Lease", "tokens": 9, "hit": False, **new},
+        {"id": ID, "name": "Lease", "tokens": 9, "hit": False, **gone},
         {"id": other, "tokens": 10, "hit": False, "reason": "beginning", "like": like, "words": words},
         {"id": "c" * 16, "tokens": 1, "hit": True},
     ]

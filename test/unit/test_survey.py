@@ -74,6 +74,8 @@ def test_surveys_agree_with_lists(monkeypatch, size, host_size):
     assert any(chunk["users"] and chunk["pinned"] for chunk in everything)
     found = surveyed(loop)
     check(found, everything)
+    evicted = loop.store.counts.num_evicted_chunks
+    assert sum(chunks for _, chunks, _ in found["evicted"]) == evicted > 0
     device = found["memory"]["device"]
     assert device == {"size": 120, "free": loop.pools.slots.available_size()}
     assert (found["memory"]["host"] is None) == (not host_size)
@@ -184,7 +186,14 @@ def answer(num_chunks, sizes=()):
     chunks = {"resident": counted, "pinned": empty, "host": empty, "pending": 1, "fetching": 0}
     described = [{"id": f"{size:x}" * 16, "tokens": size, "hits": size} for size in sizes]
     memory = {"device": {"size": 100, "free": 10}, "host": None}
-    return {"chunks": chunks, "hottest": described, "largest": described, "pinned": [], "memory": memory}
+    return {
+        "chunks": chunks,
+        "hottest": described,
+        "largest": described,
+        "pinned": [],
+        "memory": memory,
+        "evicted": [[20, num_chunks, 1]],
+    }
 
 
 class Asked:

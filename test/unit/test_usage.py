@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.periods import PERIODS, SECONDS, merged
 from sglang_lazy.serving import usage
-from sglang_lazy.serving.usage import PERIODS, SECONDS, SHOWN_CHUNKS, SHOWN_PROMPTS, Usage
+from sglang_lazy.serving.usage import SHOWN_CHUNKS, SHOWN_PROMPTS, Usage
 
 NOW = 1_000_000.0
 
@@ -37,6 +38,10 @@ def test_totals_go_back_one_hour():
     history = used.history(None, False, NOW + (PERIODS + 4) * SECONDS)
     assert [row[0] for row in history] == [NOW + i * SECONDS for i in range(5, PERIODS + 5)]
     assert used.history(None, False, NOW + (2 * PERIODS + 4) * SECONDS) == []
+
+
+def test_totals_of_several_ranks():
+    assert merged([[[20, 1, 5], [60, 2, 0]], [], [[40, 3, 1], [60, 1, 1]]]) == [[20, 1, 5], [40, 3, 1], [60, 3, 1]]
 
 
 def test_a_tenant_sees_only_its_own_prompts():

@@ -303,8 +303,7 @@ class ChunkStore(Watcher):
 
     def evicted(self, node: Node) -> None:
         if of_chunks(node.namespace):
-            self.counts.num_evicted_chunks += node.id in self._by_node
-            self.counts.num_evicted_tokens += len(node)
+            self.counts.evicted(node.id in self._by_node, len(node))
 
     def gone(self, node: Node) -> None:
         self.forget(node)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from sglang_lazy.chunks.survey import SORTED_BY, TOP
+from sglang_lazy.core.periods import merged as merged_rows
 from sglang_lazy.serving.pieces import AskPiece, Pieces, all_pieces
 
 MIN_AGE, PAUSE_PER_CHUNK = 1.0, 1e-4
@@ -49,12 +50,16 @@ def merged(pieces: Pieces) -> dict[str, Any]:
         )[:TOP]
         for name, field in SORTED_BY.items()
     }
-    sums = {name: _sum([piece[name] for _, piece in pieces if name in piece]) for name in ("chunks", "memory")}
+    sums = {
+        name: _sum([piece[name] for _, piece in pieces if name in piece]) for name in ("chunks", "memory", "evicted")
+    }
     return {**sums, **lists}
 
 
 def _sum(values: list[Any]) -> Any:
-    """The sum of numbers, or of objects field by field; None if the values are None."""
+    """The sum of numbers, of objects field by field, or of rows by period; None if the values are None."""
     if isinstance(values[0], dict):
         return {name: _sum([value[name] for value in values if name in value]) for name in values[0]}
+    if isinstance(values[0], list):
+        return merged_rows(values)
     return None if values[0] is None else sum(values)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.periods import Sums
 
-SECONDS, PERIODS = 20, 180
-"""The length of a period, for which counts are added up, and the number of periods kept: an hour."""
 MAX_PROMPTS, MAX_REFERENCES, MAX_TENANTS = 1000, 50_000, 200
 """How many prompts, chunks in these prompts, and tenants to remember: at most 10 MB."""
 SHOWN_PROMPTS, SHOWN_CHUNKS = 12, 40
@@ -48,7 +47,7 @@ class Usage:
     def __init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
         self._num_references = 0
-        self._periods: OrderedDict[Hashable, dict[int, list[int]]] = OrderedDict()
+        self._sums: OrderedDict[Hashable, Sums] = OrderedDict()
 
     def add(
         self,
@@ -72,20 +71,15 @@ class Usage:
             self._num_references -= len(self._prompts.popleft().chunks)
         numbers = (1, len(used), sum(hit for _, _, hit in used), sum(tokens for _, tokens, _ in used), num_reused)
         for whose in (tenant_of(namespace), _EVERYBODY):
-            periods = self._periods.setdefault(whose, {})
-            self._periods.move_to_end(whose)
-            sums = periods.setdefault(int(now // SECONDS), [0] * len(numbers))
-            sums[:] = map(sum, zip(sums, numbers, strict=True))
-            if len(periods) > PERIODS:
-                del periods[min(periods)]
-        if len(self._periods) > MAX_TENANTS:
-            self._periods.popitem(last=False)
+            self._sums.setdefault(whose, Sums()).add(numbers, now)
+            self._sums.move_to_end(whose)
+        if len(self._sums) > MAX_TENANTS:
+            self._sums.popitem(last=False)
 
     def history(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
         """For each period of the last hour with prompts with chunks, in order: its beginning, seconds since the epoch;
         the numbers of prompts, of chunks in them, of cached chunks, of chunk tokens and of reused chunk tokens."""
-        periods = self._periods.get(_EVERYBODY if everybody else tenant, {})
-        return [[i * SECONDS, *periods[i]] for i in sorted(periods) if i > now // SECONDS - PERIODS]
+        return self._sums.get(_EVERYBODY if everybody else tenant, Sums()).rows(now)
 
     def last(self, tenant: Hashable, everybody: bool) -> list[dict[str, Any]]:
         """The last prompts, newest first."""

@@ -198,7 +198,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
         {"time": 1763900000.1, "memory": {"device": {"size": 65536, "free": 1200}, "host": null},
          "chunks": {"resident": {"chunks": 2, "tokens": 150}, "pinned": …, "locked": …, "evictable": …, "host": …,
                     "pending": 1, "fetching": 0},
-         "hottest": […], "largest": […], "pinned": […], "history": […], "prompts": […]}
+         "hottest": […], "largest": […], "pinned": […], "history": […], "evicted": […], "prompts": […]}
 
     memory: tokens that the device and the host can hold, and how many are free, for all tenants together; host is null
         without that tier.
@@ -206,6 +206,8 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     pending, fetching: chunks that are being computed, or fetched from storage.
     hottest, largest, pinned: up to 10 chunks each, as `list_chunks` shows them.
     history: see `Usage.history`.
+    evicted: for each period of the last hour in which chunks of any tenant left the device to make room, its beginning,
+        and how many chunks and tokens.
     prompts: the last 12, newest first: `{"time", "link", "cache_salt", "num_chunks", "chunks": [{"id", "tokens",
         "hit"}]}`, where `chunks` has the first 40.
 

@@ -3,7 +3,7 @@
 const PERIOD = 20; // seconds, of the history
 
 function show() {
-  const {chunks, memory, history, prompts} = survey;
+  const {chunks, memory, history, evicted, prompts} = survey;
   const cached = chunks.resident.chunks + chunks.host.chunks;
   const [, asked, references, hits] = sums(history, 300), [, , , , tokens, reused] = sums(history, 3600);
   for (const [id, text] of Object.entries({
@@ -19,7 +19,7 @@ function show() {
     total: `${whole.format(cached)} cached`,
   })) $(id).textContent = text;
   showMemory(chunks, memory);
-  showHistory(history);
+  showHistory(history, evicted);
   fill($("prompts"), prompts, makePrompt, showPrompt);
   if (!prompts.length) $("prompts").append(element("li", {class: "dim"}, "No prompt has used chunks yet."));
   for (const [list, field] of [["hottest", "hits"], ["largest", "tokens"], ["pinned", "tokens"]]) showList(list, field);
@@ -76,14 +76,14 @@ function showTier(shown, {name, size, free, other, uses}) {
   });
 }
 
-// A line of rates over bars of numbers.
-function showHistory(history) {
-  const width = Math.max(280, $("history").clientWidth), left = 38, top = 8, base = 118, foot = 172, tallest = 40;
+// A line of rates over bands of bars: numbers in each period.
+function showHistory(history, evicted) {
+  const width = Math.max(280, $("history").clientWidth), left = 38, top = 8, base = 98, tallest = 26, step = 50;
   const end = (Math.floor(survey.time / PERIOD) + 1) * PERIOD;
-  const span = Math.min(3600, Math.max(600, history.length ? end - history[0][0] : 0));
+  const first = Math.min(end, ...[history, evicted].flatMap(rows => rows.slice(0, 1)).map(([began]) => began));
+  const span = Math.min(3600, Math.max(600, end - first));
   const x = time => Math.max(left, left + (width - left) * (1 - (end - time) / span));
   const y = rate => base - (base - top) * rate;
-  const most = Math.max(1, ...history.map(([, , references]) => references));
   const bar = Math.max(1.5, (width - left) * PERIOD / span - 1), radius = history.length > 60 ? 1.2 : 2.5;
   const label = (text, x, y, anchor) => element("text", {x, y, "text-anchor": anchor}, text);
   const drawn = [0, .5, 1].flatMap(rate => [
@@ -91,30 +91,52 @@ function showHistory(history) {
     label(`${100 * rate}%`, left - 6, y(rate) + 4, "end"),
   ]);
   let line = "", last = -Infinity;
-  for (const [began, prompts, references, hits] of history) {
+  for (const [began, , references, hits] of history) {
     const middle = x(began + PERIOD / 2), rate = y(hits / references);
-    const found = tallest * hits / most, missed = tallest * (references - hits) / most;
     line += `${began - last > 3 * PERIOD ? "M" : "L"}${middle.toFixed(1)} ${rate.toFixed(1)}`;
     last = began;
-    const words = `${ago(began)}: ${hits} of ${plural(references, "chunk")} cached, ${plural(prompts, "prompt")}`;
-    const column = {x: middle - bar / 2, width: bar};
-    drawn.push(element("g", {},
-      element("title", {}, words),
-      element("rect", {class: "misses", ...column, y: foot - found - missed, height: missed}),
-      element("rect", {class: "hits", ...column, y: foot - found, height: found}),
-      element("circle", {class: "dot", cx: middle, cy: rate, r: radius})));
+    drawn.push(element("circle", {class: "dot", cx: middle, cy: rate, r: radius}));
   }
-  drawn.push(element("path", {class: "rate", d: line}), label(compact.format(most), left - 6, foot - 30, "end"),
-    label(`${Math.round(span / 60)} min ago`, left, foot + 16, "start"), label("now", width, foot + 16, "end"));
-  const size = {viewBox: `0 0 ${width} ${foot + 20}`, height: foot + 20};
-  $("history").replaceChildren(element("svg", {...size, role: "img", "aria-label": inWords(history)}, ...drawn));
+  drawn.push(element("path", {class: "rate", d: line}));
+  const others = $("all").checked ? "" : ", of all tenants";
+  const bands = [
+    ["chunks in prompts", history, ([, , references, hits]) => [["hits", hits], ["misses", references - hits]]],
+    ["chunk tokens reused", history, ([, , , , , reused]) => [["hits", reused]]],
+    [`chunks evicted${others}`, evicted, ([, chunks]) => [["evictions", chunks]]],
+  ];
+  bands.forEach(([name, rows, parts], i) => {
+    const foot = base + step * (i + 1), total = row => parts(row).reduce((sum, [, number]) => sum + number, 0);
+    const most = Math.max(0, ...rows.map(total));
+    const bars = rows.map(row => {
+      let at = foot;
+      const stack = parts(row).map(([kind, number]) => {
+        const height = most && tallest * number / most;
+        return element("rect", {class: kind, x: x(row[0] + PERIOD / 2) - bar / 2, width: bar, y: at -= height, height});
+      });
+      return element("g", {}, element("title", {}, `${ago(row[0])}: ${told(row)}`), ...stack);
+    });
+    function told(row) {
+      return row.length === 3 ? `${plural(row[1], "chunk")} evicted` : inPrompts(row);
+    }
+    drawn.push(label(name, left, foot - tallest - 6, "start"), ...bars,
+      element("line", {class: "axis", x1: left, x2: width, y1: foot, y2: foot}),
+      label(compact.format(most), left - 6, foot - tallest + 8, "end"));
+  });
+  const foot = base + step * bands.length + 16;
+  drawn.push(label(`${Math.round(span / 60)} min ago`, left, foot, "start"), label("now", width, foot, "end"));
+  const size = {viewBox: `0 0 ${width} ${foot + 4}`, height: foot + 4};
+  $("history").replaceChildren(element("svg", {...size, role: "img", "aria-label": inWords(history, evicted)}, ...drawn));
 }
 
-function inWords(history) {
-  if (!history.length) return "No prompts with chunks in the last hour.";
+const inPrompts = ([, prompts, references, hits, , reused]) =>
+  `${whole.format(hits)} of ${plural(references, "chunk")} cached, ${plural(reused, "token")} reused, ${plural(prompts, "prompt")}`;
+
+function inWords(history, evicted) {
+  const left = sums(evicted, 3600)[1], gone = left ? ` ${plural(left, "chunk")} evicted.` : "";
+  if (!history.length) return `No prompts with chunks in the last hour.${gone}`;
   const [, , references, hits] = sums(history, 3600), [, , lastReferences, lastHits] = history[history.length - 1];
   const latest = `${percent(lastHits, lastReferences)} in the last ${PERIOD} seconds with prompts`;
-  return `Hit rate: ${percent(hits, references)} in the last hour, ${latest}.`;
+  return `Hit rate: ${percent(hits, references)} in the last hour, ${latest}.${gone}`;
 }
 
 function makePrompt() {
