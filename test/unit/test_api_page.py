@@ -13,7 +13,7 @@ import sglang_lazy
 from fakes.server import FakeServer
 from sglang_lazy import verify
 from sglang_lazy.core import segments
-from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfig, flag
 from sglang_lazy.core.labels import LABEL_KEYS
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
@@ -57,7 +57,7 @@ def check(rows, expected):
 
 def test_flags_and_their_defaults():
     (rows,) = tables("Flags")
-    check(rows, [f"--lazy-{field.name.replace('_', '-')}" for field in dataclasses.fields(LazyConfig)])
+    check(rows, [flag(field.name) for field in dataclasses.fields(LazyConfig)])
     for row, field in zip(rows, dataclasses.fields(LazyConfig), strict=True):
         default = {"False": "off", PREAMBLE: "a sentence"}.get(str(field.default), str(field.default))
         assert row[1].strip("`") == default
