@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -201,6 +203,51 @@ def test_full_prefill_graphs_do_not_fit_without_a_host_tier_either():
     assert "prefill full" in reason
 
 
+WITH_STATES = {
+    "mamba_radix_cache_strategy": "no_buffer",
+    "disable_overlap_schedule": True,
+    "speculative_algorithm": None,
+    "enable_hierarchical_cache": False,
+    "enable_linear_replayssm": False,
+    "enable_linear_replayssm_spec": False,
+    "enable_int8_mamba_checkpoint": False,
+    "enable_page_major_kv_layout": False,
+}
+"""Flags that matter for a model with recurrent layers, as they must be."""
+
+
+def lfm2_config(**changes):
+    """SGLang's configuration of a model with recurrent layers, as far as checks read it."""
+    config = Lfm2Config(architectures=["Lfm2ForCausalLM"], **changes)
+    return SimpleNamespace(hf_config=config, is_draft_model=False, num_hidden_layers=config.num_hidden_layers)
+
+
+def test_the_defaults_fit_recurrent_layers():
+    assert compat.unfit_states(Args(**WITH_STATES), lfm2_config()) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("mamba_radix_cache_strategy", "extra_buffer", "--mamba-radix-cache-strategy extra_buffer"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("disable_overlap_schedule", False, "--disable-overlap-schedule"),
+        ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+        ("enable_linear_replayssm", True, "--enable-linear-replayssm"),
+        ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm"),
+        ("enable_int8_mamba_checkpoint", True, "--enable-int8-mamba-checkpoint"),
+        ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
+    ],
+)
+def test_unfit_flags_with_recurrent_layers(flag, value, reason):
+    """One unsupported flag gives one reason, which names it; and none if the model has no such layers."""
+    assert flag in ServerArgs.__struct_fields__
+    args = Args(**{**WITH_STATES, flag: value})
+    (given,) = compat.unfit_states(args, lfm2_config())
+    assert reason in given
+    assert compat.unfit_states(args, runner().model_config) == []
+
+
 class Layer(torch.nn.Module):
     """An attention layer as SGLang's models build it."""
 
@@ -221,7 +268,8 @@ OF_CONFIGS = ("is_", "model_is", "attention_", "hf_text")
 def runner(*layers, architecture="LlamaForCausalLM", **changes):
     """A model runner, reduced to what `unfit_model` reads."""
     config = {
-        "hf_config": SimpleNamespace(architectures=[architecture]),
+        "hf_config": transformers.PretrainedConfig(architectures=[architecture]),
+        "linear_attn_registry_result": None,
         "hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
         "attention_arch": AttentionArch.MHA,
         "is_encoder_decoder": False,

@@ -9,11 +9,14 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from oracle.models import MODELS
+from oracle.models.hybrids import HYBRIDS
 from oracle.quantised import FORMATS, WITH_EXPERTS
 from oracle.vision import VISION_MODELS
 from sglang_lazy.port.model import compat
 
-COMB = "CombLlamaForConditionalGeneration"  # has tests of its own
+COMB = "CombLlamaForConditionalGeneration"
+OWN = {COMB, *(f"{spec.config_class.removesuffix('Config')}ForCausalLM" for spec in HYBRIDS.values())} & compat.TESTED
+"""Those that have tests of their own."""
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = {
@@ -39,7 +42,7 @@ def test_oracle_column():
     for name, spec in MODELS.items():
         if spec.needs is None and expected[architecture_of(name)] != "all":
             expected[architecture_of(name)] = "all" if spec.core else "once"
-    expected |= {architecture_of(name): "images" for name in VISION_MODELS} | {COMB: "own"}
+    expected |= {architecture_of(name): "images" for name in VISION_MODELS} | dict.fromkeys(OWN, "own")
     assert {architecture: cells[0] for architecture, cells in ROWS.items()} == expected
 
 
@@ -68,7 +71,7 @@ def test_formats_of_experts_are_listed(name):
 
 def test_every_refused_flag_is_listed():
     """All that the checks read of flags and the environment is on the page, as a user spells it."""
-    source = inspect.getsource(compat.unfit_flags) + inspect.getsource(compat._unfit_tiers)
+    source = "".join(map(inspect.getsource, (compat.unfit_flags, compat._unfit_tiers, compat.unfit_states)))
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     options = {action.dest: action.option_strings for action in parser._actions}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+import transformers
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -39,7 +40,11 @@ def fits(monkeypatch):
         is_draft_worker=False,
         model=torch.nn.Module(),
         model_config=SimpleNamespace(
-            context_len=8, hidden_size=8, num_hidden_layers=2, hf_config=SimpleNamespace(architectures=TESTED)
+            context_len=8,
+            hidden_size=8,
+            num_hidden_layers=2,
+            hf_config=transformers.PretrainedConfig(architectures=TESTED),
+            linear_attn_registry_result=None,
         ),
         device="cpu",
         dtype=None,

@@ -40,6 +40,7 @@ class SegmentTable:
     probes: what the current pass measures, or None.
     last_layer: the layer whose keys end the current pass, or None if it runs the whole model.
     loads: what loads chunks from the host, which attention waits for; None without a host tier.
+    recurrent: the recurrent layers of the model; None if it has none.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SegmentTable:
         self.probes: ProbeSums | None = None
         self.last_layer: int | None = None
         self.loads: Any = None
+        self.recurrent: Any = None
         self.linked_rows: set[int] = set()
 
     @property

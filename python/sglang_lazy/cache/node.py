@@ -24,6 +24,7 @@ class Node:
     last_use: a tick of the tree's clock.  hits: how many requests have used it.  priority: the highest of theirs.
     window: its window KV, None if it has lost it; see `windows.py`.
     host: its copy in host memory, None if there is none; see `host.py`.
+    state: that of recurrent layers at its end, None if it has none and nobody holds it; see `states.py`.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Node:
         "parent",
         "priority",
         "slots",
+        "state",
         "tokens",
         "window",
     )
@@ -50,6 +52,7 @@ class Node:
         self.num_below = self.locks = self.last_use = self.hits = self.priority = 0
         self.window: Any = None
         self.host: Any = None
+        self.state: Any = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -48,7 +48,7 @@ class RadixTree(Structure):
             node = left.pop()
             left += node.children.values()
             node.children.clear()  # cyclic references would leave the nodes to the garbage collector
-            node.slots = node.host = node.window = None
+            node.slots = node.host = node.window = node.state = None
         self._start_anew()
         self.num_locked = self.num_locks = 0
         for part in self.parts:

@@ -17,12 +17,14 @@ def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]
     """Lay out the row of a fill; returns the slots of the cached parts of its preamble and chunks, and their nodes.
 
     Sets `fill.row` and puts the request's tokens into its order. The last token of each chunk is always
-    computed, as SGLang does with prompts.
+    computed, as SGLang does with prompts. With recurrent layers all of it is: a chunk's beginning has no state.
     """
     fill.began = time.perf_counter()
     pieces, nodes, spreads, cached = [], [], [], []
     for part in fill.parts:
         tokens = part.tokens if part.chunk is None else part.tokens[:-1]
+        if rows.store.states is not None:
+            tokens = tokens[:0]
         slots, node = rows.tree.find(tokens, part.namespace, complete=part.chunk is not None)
         cached.append(len(slots))
         if cached[-1]:
@@ -32,6 +34,13 @@ def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]
     fill.row = FillRow([len(part.tokens) for part in fill.parts], cached, bool(fill.preamble))
     rows.requests.lay_out(req, fill.row.permuted(rows.requests.prompt(req)))
     return torch.cat(pieces) if pieces else rows.no_slots, RowNodes(ChunkNodes([], []), nodes, spreads)
+
+
+def reserve(rows: RowCache, fill: Fill) -> None:
+    """Give a fill that gets a row slots for the states of recurrent layers, if there are any, evicting as needed."""
+    if rows.store.states is not None and not fill.states:
+        fill.states = rows.store.states.allocate(len(fill.parts))
+        fill.own_states = list(fill.states)
 
 
 def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
@@ -56,6 +65,9 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
             duplicates.append(part_slots[cached:num_present])
         lent.append(shared)
         ends.append(node)
+    if (states := rows.store.states) is not None:
+        pairs = zip(ends, fill.states, strict=True)
+        fill.own_states = [slot for node, slot in pairs if not states.give(node, slot)]
     nodes = RowNodes(ChunkNodes([], []), ends, fill.row.num_computed)
     rows.move_lock(req, nodes)
     num_tokens = len(requests.prompt(req))
@@ -66,7 +78,9 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
 
 
 def end(rows: RowCache, req: Any, fill: Fill) -> None:
-    """Free the duplicate slots of a fill that ends or is retracted; SGLang releases its row."""
+    """Free what a fill that ends or is retracted has beside its row, which SGLang releases."""
+    if rows.store.states is not None:
+        rows.store.states.pool.free(fill.own_states)
     if fill.published:
         rows.take_lent(fill.lent)
         rows.device.free(fill.duplicates)

@@ -13,6 +13,7 @@ from sglang_lazy.cache.device import Device
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.parts import Watcher
+from sglang_lazy.cache.states import States
 from sglang_lazy.cache.tree import Added, RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks.catalog import CachedChunk, Catalog
@@ -62,13 +63,14 @@ class ChunkStore(Watcher):
     """Chunks by key, over a tree that owns their KV.
 
     device: the pool of the tree.  windows: the part of the tree that holds window KV; None if all layers share a pool.
+    states: the part that holds states of recurrent layers; None if there are none.
     host: the tree's host tier.  storage: the tier below; only with `host`.
     pending: what computes each pending chunk, by key; maintained by the producer.
     fetching: the chunks being fetched from storage, by key; maintained by `storage`.
     """
 
-    def __init__(self, tree: RadixTree, device: Device, windows: Windows | None = None):
-        self.tree, self.device, self.windows = tree, device, windows
+    def __init__(self, tree: RadixTree, device: Device, windows: Windows | None = None, states: States | None = None):
+        self.tree, self.device, self.windows, self.states = tree, device, windows, states
         self.host: HostKV | None = None
         self.storage: Storage | None = None
         self.pending: dict[ChunkKey, Any] = {}

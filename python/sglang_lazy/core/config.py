@@ -51,6 +51,7 @@ class Bounds(NamedTuple):
 
 
 _SHARE = Bounds("between 0 and 1", lambda value: 0 <= value <= 1)
+_PART = Bounds("above 0 and below 1", lambda value: 0 < value < 1)
 
 
 def _up_to(most: int) -> Bounds:
@@ -122,7 +123,15 @@ class LazyConfig:
         "Share of the KV memory for chunks that an encoder reads (Comb). Also of --max-total-tokens. Per token, a "
         "chunk takes memory only in the cross layers.",
         "SHARE",
-        Bounds("above 0 and below 1", lambda value: 0 < value < 1),
+        _PART,
+    )
+    state_share: float = _setting(
+        0.2,
+        "memory",
+        "Share of the memory for KV and states that the states of chunks get. Only models with recurrent layers have "
+        "any; a chunk takes as much whatever its length.",
+        "SHARE",
+        _PART,
     )
     kernels: Kernels = _setting(
         "auto",

@@ -34,6 +34,8 @@ class Fill:
     duplicates: int64, its own slots for tokens that the tree holds in other slots.
     lent: int64, those of `duplicates` whose window KV the tree has taken.
     began: `time.perf_counter()` when it was last matched for a batch.
+    states: of a model with recurrent layers, the slots in which the states of its parts end, once it has a row.
+    own_states: those that no node of the tree owns.
     """
 
     chunks: Sequence[ChunkSlice]
@@ -44,6 +46,8 @@ class Fill:
     duplicates: torch.Tensor = dataclasses.field(init=False)
     lent: torch.Tensor = dataclasses.field(init=False)
     began: float = dataclasses.field(init=False)
+    states: list[int] = dataclasses.field(default_factory=list)
+    own_states: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def preamble(self) -> array:

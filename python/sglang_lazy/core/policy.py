@@ -23,6 +23,8 @@ class ServerTraits(NamedTuple):
     window_pool: whether window layers keep their KV in a pool of their own.
     cross_attention: whether the model encodes chunks and reads them by cross-attention, outside the text.
     masks_images: whether tokens of an image may see later tokens of the same image.
+    recurrent: whether it has recurrent layers, whose states go through chunks as a whole.
+    min_chunk: the shortest text that is a chunk to them; shorter ones are text.
     """
 
     fp8_cache: bool = False
@@ -31,6 +33,8 @@ class ServerTraits(NamedTuple):
     window_pool: bool = False
     cross_attention: bool = False
     masks_images: bool = False
+    recurrent: bool = False
+    min_chunk: int = 0
 
 
 IN_WINDOW_POOL = (
@@ -195,12 +199,19 @@ def refusal(policy: Policy, server: ServerTraits) -> str | None:
     """The reason why a server cannot serve a policy, or None."""
     if server.cross_attention and policy.reuses and not _keeps_whole_chunks(policy):
         return f"link {policy}: this model reads whole chunks through an encoder, so it supports only block and full"
+    if server.recurrent and policy.reuses and policy.preamble != "none":
+        return f"link {policy}: this model has recurrent layers, and its chunks begin in a state of zero"
+    if server.recurrent and policy.reuses and not _keeps_whole_chunks(policy, trained=True):
+        return f"link {policy}: this model has recurrent layers, whose states go through all tokens of a chunk"
     return policy.unfit(server)
 
 
-def _keeps_whole_chunks(policy: Policy) -> bool:
-    """Whether a policy uses chunks unchanged, judged by a sample prompt with short and long chunks."""
+def _keeps_whole_chunks(policy: Policy, trained: bool = False) -> bool:
+    """Whether a policy uses chunks unchanged, judged by a sample prompt with short and long chunks.
+
+    trained: whether it may put tokens around them.
+    """
     layout = PromptLayout(((1, 3), (3, 5), (6, 4096)))
     whole = [[(0, end - start)] for start, end in layout.chunks]
-    alters = policy.preamble != "none" or policy.probes or policy.trained or not policy.in_place
+    alters = policy.preamble != "none" or policy.probes or (policy.trained and not trained) or not policy.in_place
     return not alters and [list(ranges) for ranges in policy.kept(layout, range(4097))] == whole

@@ -134,8 +134,14 @@ class FillRow:
     def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
         """For each part with tokens to compute in [start, end) of the row: the row's ranges up to `end` that they see,
         and the number of these tokens."""
+        for i, num_new, _ in self.computed(start, end):
+            preamble = self.ranges(0) if self._has_preamble and i else []
+            yield preamble + self.ranges(i, end), num_new
+
+    def computed(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """The parts with tokens to compute in [start, end) of the row: the index of each, the number of these tokens,
+        and whether others to compute come before them."""
         for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
             num_new = min(last, end) - max(first, start)
             if num_new > 0:
-                preamble = self.ranges(0) if self._has_preamble and i else []
-                yield preamble + self.ranges(i, end), num_new
+                yield i, num_new, start > first

@@ -120,6 +120,7 @@ class LinkedRequest:
     found_text: tokens of each text namespace that were cached before its own fills or probe computed more.
     probe: what it measures; None for a user's request.
     ahead: as in `PromptLayout`.
+    recurrent: whether the model has recurrent layers.
     waits_since: `time.perf_counter()` when it began to wait for nothing but its chunks; None before, and once it runs.
     """
 
@@ -136,6 +137,7 @@ class LinkedRequest:
     found_text: dict[Namespace, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
     ahead: bool = False
+    recurrent: bool = False
     waits_since: float | None = None
 
     def __post_init__(self):
@@ -168,7 +170,7 @@ class LinkedRequest:
     @property
     def needs_resident(self) -> bool:
         """Whether its forward pass must follow, not share, those that compute its chunks."""
-        return self.policy.needs_resident or self.recomputes
+        return self.policy.needs_resident or self.recomputes or self.recurrent
 
     @property
     def num_own_slots(self) -> int:

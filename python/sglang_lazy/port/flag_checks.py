@@ -13,7 +13,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import Unfit, unfit_config, unfit_flags
+from sglang_lazy.port.model.compat import Unfit, unfit_config, unfit_flags, unfit_states
 from sglang_lazy.port.serving.scopes import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
 
@@ -39,7 +39,8 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
         raise ValueError(reason)
     if config.fallback:
         return
-    model = unfit_config(model_config_of(args), untested=config.untested_model)
+    model_config = model_config_of(args)
+    model = unfit_states(args, model_config) + unfit_config(model_config, untested=config.untested_model)
     if reasons := unfit_flags(args) + model + _unfit_kernels(config, args):
         raise Unfit(reasons)
 

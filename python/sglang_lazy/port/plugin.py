@@ -73,7 +73,7 @@ def declared() -> tuple[Hook, ...]:
     from sglang_lazy.port import cpu, graphs, watchdog
     from sglang_lazy.port.comb import lora as comb_lora
     from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import model_runner, probing
+    from sglang_lazy.port.model import model_runner, probing, recurrent
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -115,6 +115,7 @@ def declared() -> tuple[Hook, ...]:
         comb_pool,
         comb_lora,
         model_runner,
+        recurrent,
         graphs,
         probing,
         surfaces,

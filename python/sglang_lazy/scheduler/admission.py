@@ -298,13 +298,15 @@ class ChunkAdmission:
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle, which SGLang's own check does not see."""
         num_locks, num_pending = self.store.tree.num_locks - len(self.pins), len(self.store.pending)
-        num_lost = 0
+        num_lost = num_states = 0
+        if (states := self.store.states) is not None:
+            num_states = states.pool.size - states.pool.available_size() - states.num_evictable - states.num_locked
         if not self.rows.shares_pool:
             num_locks += self.rows.tree.num_locks
             tree, pool = self.store.tree, self.store.device
             num_lost = pool.size - pool.available_size() - tree.num_evictable - tree.num_locked
-        if num_locks or num_pending or num_lost or self.holders:
+        if num_locks or num_pending or num_lost or num_states or self.holders:
             raise RuntimeError(
                 f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held, {num_pending} chunks "
-                f"are pending and {num_lost} slots of chunks lost"
+                f"are pending, {num_lost} slots of chunks and {num_states} states lost"
             )

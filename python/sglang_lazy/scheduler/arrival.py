@@ -1,6 +1,7 @@
 """Arrival of requests with chunks: checks the layout and applies the policy."""
 
 import itertools
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class Limits(NamedTuple):
     neutral_preamble: int64, the tokens of the "neutral" preamble.
     windows: the pool of window KV, if there is one.
     max_fill_tokens: the most chunk tokens computed at once, except for a longer single chunk.
+    num_states: how many chunks can have states of recurrent layers at a time.
     """
 
     pool_size: int
@@ -42,6 +44,7 @@ class Limits(NamedTuple):
     neutral_preamble: array = array("q")
     windows: WindowMemory | None = None
     max_fill_tokens: int = 0
+    num_states: float = math.inf
 
 
 class Arrival:
@@ -79,12 +82,23 @@ class Arrival:
         if self.limits.traits.cross_attention:
             return self._cross(req, layout, policy)
         kept = policy.kept(layout, self.facts.prompt(req))
+        if self.limits.traits.recurrent:
+            kept = self._with_states(kept, layout, len(self.facts.prompt(req)))
         if not policy.probes:
             return self._linked(req, layout, policy, kept)
         chosen = self._choices.recall(self._chooser(req, layout, policy), self.facts.prompt(req), layout.chunks)
         if len(chosen) == len(layout.chunks):
             return self._linked(req, layout, policy, chosen)
         return self._undecided(req, Undecided(layout, policy, [*chosen, *kept[len(chosen) :]], len(chosen)))
+
+    def _with_states(self, kept: Sequence[Ranges], layout: PromptLayout, prompt_len: int) -> list[Ranges]:
+        """`kept`, where chunks that recurrent layers cannot use as such are text: those that are too short, and one
+        that the prompt ends with, since its state before its last token is not known."""
+        least = self.limits.traits.min_chunk
+        return [
+            ranges if end - start >= least and end < prompt_len else ()
+            for ranges, (start, end) in zip(kept, layout.chunks, strict=True)
+        ]
 
     def _linked(
         self,
@@ -149,7 +163,8 @@ class Arrival:
             node is None and chunk.key not in pending and self.store.fetch(chunk)
             for chunk, node in zip(prompt.chunks, found, strict=True)
         ]
-        return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead)
+        recurrent = self.limits.traits.recurrent
+        return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead, recurrent=recurrent)
 
     def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
         """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
@@ -158,6 +173,11 @@ class Arrival:
         preamble_len, most_new = len(prompt.chunks[0].preamble), self.facts.max_new_tokens(req)
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
         lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
+        if len(lens) > self.limits.num_states:
+            raise Refusal(
+                "pool",
+                f"{len(lens)} chunks, but the states of {self.limits.num_states} fit into memory (--lazy-state-share)",
+            )
         chunks, longest = sum(lens.values()), max(lens.values())
         # SGLang counts one more, and leaves one
         room = self.limits.pool_size - chunks - text - self.facts.num_ahead - 2

@@ -6,6 +6,8 @@ from typing import Any
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.row_cache import RowCache
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.producer import Producer
@@ -51,6 +53,11 @@ class Budget:
         growth = sum(min(self.growth(req), memory.window) for req in running)
         return memory.free - self.num_left() - growth * self.facts.growth_ratio
 
+    def states_for_waiting(self) -> float:
+        """States of recurrent layers that waiting requests may claim; infinite without such layers."""
+        states = self.rows.store.states
+        return math.inf if states is None else states.pool.available_size() + states.num_evictable
+
     def num_left(self) -> int:
         """How many tokens of the request in chunked prefill have no slots yet."""
         req = self.facts.chunked
@@ -86,13 +93,24 @@ class Budget:
         read = sum(windows.num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
         return self._num_to_start(state, nodes) + read + memory.of_row(state.prompt.span_lens, own_need)
 
-    def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
-        """Tokens of missing chunks for which no memory has been allocated."""
-        to_start = {
+    def state_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
+        """The same for states of recurrent layers, one for each chunk."""
+        if (states := self.rows.store.states) is None:
+            return 0
+        cached = [node for node in nodes if node is not None]
+        return states.num_unlocked(cached) + len(self._to_start(state, nodes))
+
+    def _to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> dict[ChunkKey, ChunkSlice]:
+        """The missing chunks for which no memory has been allocated."""
+        return {
             chunk.key: chunk
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
             if node is None and not (chunk.key in self.rows.store.pending and self.producer.started(chunk.key))
         }
+
+    def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
+        """Their tokens."""
+        to_start = self._to_start(state, nodes)
         num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
         if to_start:  # once, since fills are few
             num_missing += len(state.prompt.chunks[0].preamble)

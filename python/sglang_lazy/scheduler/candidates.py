@@ -47,6 +47,7 @@ class Candidates:
         self._for_answers = budget.for_answers(running)
         self._free = budget.for_waiting(self._for_answers)
         self._free_windows = budget.windows_for_waiting(running)
+        self._free_states = budget.states_for_waiting()
         self._leaves_out = self._takes_more = False
 
     def add(self, waiting: Any) -> bool:
@@ -71,7 +72,7 @@ class Candidates:
         """Add a parent some of whose chunks are not locked yet."""
         nodes = self.cached(state)
         chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
-        window_need = self.budget.window_need(state, nodes, need)
+        window_need, state_need = self.budget.window_need(state, nodes, need), self.budget.state_need(state, nodes)
         if self.budget.rows.shares_pool:
             need += chunk_need
         else:
@@ -81,9 +82,12 @@ class Candidates:
         if not state.admitted and short > 0:
             self.blocked(req, short)
             return False
+        if state_need > self._free_states:  # whatever else is free: SGLang does not count them
+            return False
         if self._exceeds(waiting, need):
             return False
         self._free_windows -= window_need
+        self._free_states -= state_need
         first = self.admit(req, state, nodes)
         self.alone = False
         self.requests.update(dict.fromkeys(first or ()))

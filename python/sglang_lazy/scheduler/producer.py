@@ -111,8 +111,10 @@ class FillProducer:
         self, taken: Sequence[Taken], slots: torch.Tensor, rows: RowCache
     ) -> Iterator[tuple[Fill, dict[ChunkKey, Node]]]:
         for req, start, end, whole in taken:
-            fill = fill_of(req)
-            if fill is not None and whole:
+            if (fill := fill_of(req)) is None:
+                continue
+            fill_rows.reserve(rows, fill)
+            if whole:
                 published = fill_rows.publish(rows, req, fill, slots[start:end])
                 self.forget(req)
                 yield fill, published

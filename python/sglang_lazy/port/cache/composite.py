@@ -169,7 +169,7 @@ class CompositeCache:
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
         if (state := linked(req)) is not None:
-            if not state.recomputes:
+            if not (state.recomputes or state.recurrent):
                 between_pieces = not req.finished() and req.inflight_middle_chunks > 0
                 num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
                 self.rows.publish(req, up_to, between_pieces, num_lost)
@@ -178,6 +178,8 @@ class CompositeCache:
             self.plain.checkpoint(req, up_to=up_to, **more)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        if (linked(req) or fill_of(req)) is not None and req.kv.holds_mamba:
+            self.req_to_token_pool.free_mamba_cache(req)
         if (state := linked(req)) is not None:
             state.policy.end(req, self.rows)
             if state.probe is not None:

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.cache.node import ORDERS
+from sglang_lazy.cache.states import States
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks.row_cache import RowCache
@@ -44,11 +45,17 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
     tree = RadixTree(own, order, clock)
     windows = Windows(tree, WindowSlots(slots, params.sliding_window_size)) if context.is_hybrid_swa else None
     tree.parts = () if windows is None else (windows,)
+    table = table_of(params.req_to_token_pool)
+    assert table is not None, "a server without chunk reuse has SGLang's cache"
+    states = None
+    if table.recurrent is not None:
+        states = States(tree, table.recurrent.pool)
+        tree.parts += (states,)
     cache = CompositeCache(plain, tree, clock, windows)
     trees: Room | OneTree = cache.room
     device = Pool(own, trees)
     if pool is None:
-        store = ChunkStore(tree, device, windows)
+        store = ChunkStore(tree, device, windows, states)
         cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts())
     else:
         of_chunks = RadixTree(pool.allocator, order, clock)
@@ -63,8 +70,6 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         collector = plain.metrics_collector
         report = HostReport() if collector is None else measured_host(collector)
         cache.tiers = trees.copying = tiers = Tiers(store, kv, order, share, params, report)
-        table = table_of(params.req_to_token_pool)
-        assert table is not None, "a server without chunk reuse has SGLang's cache"
         table.loads = tiers.transfers
         if cache.events is not None and pool is None:
             tiers.watchers.each.append(cache.events)

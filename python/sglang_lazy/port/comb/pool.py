@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
@@ -115,7 +116,8 @@ def leave_room(original: Callable, configurator: Any, token_capacity: int) -> in
 
 def plans_to_resize(original: Callable, args: Any) -> bool:
     """Around `post_capture_kv_sizing_planned`: the pools are sized once, before graphs are captured."""
-    return original(args) and not num_cross_layers(model_config_of(args))
+    config = model_config_of(args)
+    return original(args) and not (num_cross_layers(config) or mambaish_config(config))
 
 
 def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -139,7 +141,7 @@ HOOKS = (
         "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
         plans_to_resize,
         "AROUND",
-        "the pools of Comb models keep their size",
+        "the pools of Comb models, and of models with recurrent layers, keep their size",
     ),
     feature("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE", "Comb models"),
 )

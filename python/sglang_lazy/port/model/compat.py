@@ -22,6 +22,7 @@ from sglang_lazy.port.comb.compat import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import attention_layers, window_of
+from sglang_lazy.port.model.recurrent import is_recurrent, num_attention_layers, state_layout
 from sglang_lazy.port.model.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
@@ -51,6 +52,7 @@ TESTED = frozenset(
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
         "InternLM3ForCausalLM",
+        "Lfm2ForCausalLM",
         "LlamaForCausalLM",
         "MellumForCausalLM",
         "MiniMaxM2ForCausalLM",
@@ -163,6 +165,29 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
     }
 
 
+def unfit_states(args: ServerArgs, config: ModelConfig) -> list[str]:
+    """Reasons in the server's flags if the model has recurrent layers."""
+    if not is_recurrent(config):
+        return []
+    flags = flags_of(args)
+    strategy = flags.mamba_radix_cache_strategy
+    wanted = {
+        f"--mamba-radix-cache-strategy {strategy}: chunks support no_buffer": strategy != "no_buffer",
+        "the overlap scheduler with recurrent layers: the state at the end of an answer is not known "
+        "(--disable-overlap-schedule)": not flags.disable_overlap_schedule,
+        "--enable-hierarchical-cache: the host keeps no states of recurrent layers": flags.enable_hierarchical_cache,
+        "--speculative-algorithm with recurrent layers: a state has gone through drafts that are refused": (
+            flags.speculative_algorithm is not None
+        ),
+        "--enable-linear-replayssm: the state of a request is not in its slot": (
+            flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
+        ),
+        "--enable-int8-mamba-checkpoint: cached states have slots of another kind": flags.enable_int8_mamba_checkpoint,
+        "--enable-page-major-kv-layout: the states of a layer are not in one tensor": flags.enable_page_major_kv_layout,
+    }
+    return [reason for reason, applies in wanted.items() if applies]
+
+
 def _unfit_tiers(flags: Any) -> dict[str, bool]:
     """Reasons in the flags of the hierarchical cache."""
     wanted = {
@@ -194,7 +219,10 @@ def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
     if config.attention_arch == AttentionArch.MLA:
         return ["MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
     kinds = set(getattr(config.hf_text_config, "layer_types", None) or ())
-    if recurrent := sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention"):
+    recurrent = sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention")
+    if is_recurrent(config) and state_layout(config) is None:
+        return ["recurrent layers other than short convolutions: chunks hold no state of theirs"]
+    if recurrent and not is_recurrent(config):
         return [f"layers of type {', '.join(recurrent)}: chunks hold no recurrent state"]
     reasons = []
     if config.is_encoder_decoder:
@@ -220,8 +248,9 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     reasons = unfit_config(config, untested=untested)
     if config.attention_arch == AttentionArch.MLA:
         return reasons  # what follows reads keys and values by heads
-    if (num_layers := len(list(attention_layers(runner.model)))) != config.num_hidden_layers:
-        reasons.append(f"attention in {num_layers} of {config.num_hidden_layers} layers: chunks hold no other state")
+    expected = num_attention_layers(config)
+    if (num_layers := len(list(attention_layers(runner.model)))) != expected:
+        reasons.append(f"attention in {num_layers} of {expected} layers: chunks hold no other state")
     # Blocks of mxfp8 have their own scales.
     if runner.kv_cache_dtype not in (runner.dtype, *FP8) or runner.kv_cache_dtype_str == "mxfp8":
         reasons.append(

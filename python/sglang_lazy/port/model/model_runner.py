@@ -26,11 +26,20 @@ from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layer
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
-from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
+from sglang_lazy.port.model.compat import (
+    TESTED,
+    Unfit,
+    architecture,
+    unfit_flags,
+    unfit_kernels,
+    unfit_model,
+    unfit_states,
+)
 from sglang_lazy.port.model.image_rows import place_rows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
 from sglang_lazy.port.model.probing import probing
+from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +87,8 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
 
     backend: SGLang's own attention.
     """
-    if reasons := unfit_flags(runner.server_args) + unfit_model(runner, untested=config.untested_model):
+    reasons = unfit_flags(runner.server_args) + unfit_states(runner.server_args, runner.model_config)
+    if reasons := reasons + unfit_model(runner, untested=config.untested_model):
         raise Unfit(reasons)
     default = policy_elsewhere(config.default_link)
     if reason := refusal(default, server_traits(runner)):
@@ -105,9 +115,11 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     window_slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None
     model = ServedModel(kv_buffers, layers, window_slots)
     default.warm_up(model)
-    return SegmentTable(
-        num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers, hybrid)
-    )
+    attends = stock_attends(backend, layers, hybrid)
+    table = SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=attends)
+    if (layout := state_layout(runner.model_config)) is not None:
+        table.recurrent = RecurrentLayers(runner, layout)
+    return table
 
 
 def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer], hybrid: bool) -> bool:
@@ -125,6 +137,7 @@ def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer], hybrid: bo
 
 def server_traits(runner: Any) -> ServerTraits:
     """The properties of a `ModelRunner`'s server that policies and admission depend on."""
+    layout = state_layout(runner.model_config)
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
         # In a batch that mixes prefill and decode, the pass would end for both; drafts need what the whole pass gives.
@@ -135,6 +148,8 @@ def server_traits(runner: Any) -> ServerTraits:
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
         cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
+        recurrent=layout is not None,
+        min_chunk=0 if layout is None else min_chunk(layout),
     )
 
 
@@ -202,7 +217,8 @@ def linking(batch: Any, runner: Any, table: SegmentTable) -> Iterator[None]:
     separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
     current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
-    with probing(batch, current, runner, table):
+    states = contextlib.nullcontext() if table.recurrent is None else table.recurrent.running(batch)
+    with states, probing(batch, current, runner, table):
         yield
 
 

@@ -1,5 +1,6 @@
 """Hooks on the steps of SGLang's scheduler, which call chunk admission."""
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,6 +80,7 @@ def new_admission(
         neutral_preamble=preamble or array("q"),
         windows=rows.device.windows,
         max_fill_tokens=max_fill_tokens(scheduler),
+        num_states=math.inf if rows.store.states is None else rows.store.states.pool.size,
     )
     producer: Producer
     if encode is None:

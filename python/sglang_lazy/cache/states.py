@@ -1,0 +1,160 @@
+"""States of recurrent layers, which nodes hold beside their KV: a chunk can be read only with what it does to a state.
+
+A node has the state at its end. A prefix of it has none, so the node where a prefix ends must have its own.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.node import Node
+from sglang_lazy.cache.parts import Part
+from sglang_lazy.cache.tree import RadixTree
+
+
+class StateSlots(Protocol):
+    """The pool of states."""
+
+    @property
+    def size(self) -> int: ...
+
+    def available_size(self) -> int: ...
+
+    def alloc(self, count: int) -> list[int] | None: ...
+
+    def free(self, slots: Iterable[int]) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class State:
+    """The state at the end of a node.
+
+    slot: None if it has none, and is only locked.
+    locks: how many read up to the end of this node, not further.  last_use: as counted by the tree.
+    """
+
+    __slots__ = ("last_use", "locks", "slot")
+
+    def __init__(self, last_use: int):
+        self.slot: int | None = None
+        self.locks, self.last_use = 0, last_use
+
+
+class States(Part):
+    """The states of a tree's nodes; when the pool runs short, the least recently used goes first.
+
+    pool: where they are.  num_evictable, num_locked: how many.
+    """
+
+    def __init__(self, tree: RadixTree, pool: StateSlots):
+        self._tree, self.pool = tree, pool
+        self.reset()
+
+    def reset(self) -> None:
+        self.pool.clear()
+        self._heap = EvictionHeap(lambda node: node.state.last_use)
+        self._unlocked: set[Node] = set()
+        self.num_locked = 0
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._unlocked)
+
+    # Reading
+
+    def slot(self, node: Node) -> int:
+        """The slot of a node that has a state."""
+        return node.state.slot
+
+    def has(self, node: Node) -> bool:
+        return node.state is not None and node.state.slot is not None
+
+    def readable(self, node: Node, spread: int | None) -> Node:
+        while not (node.is_root or self.has(node)):
+            node = node.parent
+        return node
+
+    def used(self, node: Node, spread: int) -> None:
+        if node.state is not None:
+            node.state.last_use = node.last_use
+
+    # Locks
+
+    def lock(self, node: Node, spread: int) -> None:
+        if node.is_root:
+            return
+        if node.state is None:
+            node.state = State(node.last_use)
+        node.state.locks += 1
+        if node in self._unlocked:
+            self._unlocked.discard(node)
+            self.num_locked += 1
+
+    def unlock(self, node: Node, spread: int) -> None:
+        if node.is_root:
+            return
+        node.state.locks -= 1
+        if node.state.locks:
+            return
+        if node.state.slot is None:
+            node.state = None
+        else:
+            self.num_locked -= 1
+            self._offer(node)
+
+    def num_unlocked(self, nodes: Iterable[Node]) -> int:
+        """How many free or evictable states it would take to lock `nodes`."""
+        return len(self._unlocked.intersection(nodes))
+
+    def _offer(self, node: Node) -> None:
+        self._unlocked.add(node)
+        self._heap.push(node, self._unlocked)
+
+    # Adding
+
+    def give(self, node: Node, slot: int) -> bool:
+        """Let `node` own the slot of the state at its end. False if it has one already: the caller keeps the slot."""
+        if self.has(node):
+            return False
+        if node.state is None:
+            node.state = State(node.last_use)
+        node.state.slot = slot
+        if node.state.locks:
+            self.num_locked += 1
+        else:
+            self._offer(node)
+        return True
+
+    # Leaving
+
+    def allocate(self, count: int) -> list[int]:
+        """Slots, evicting as needed. Raises RuntimeError if there are no more."""
+        while self.pool.available_size() < count:
+            if (node := self._heap.pop(self._unlocked)) is not None:
+                self._evict(node)
+            elif not self._tree.release_lock():
+                break
+        slots = self.pool.alloc(count)
+        if slots is None:
+            raise RuntimeError(f"out of states: {count} wanted, {self.pool.available_size()} free")
+        return slots
+
+    def _evict(self, node: Node) -> None:
+        """A leaf cannot be read without its state, so it leaves the device unless it is held."""
+        if self._tree.is_evictable(node):
+            self._tree.evict_leaf(node)
+        else:
+            self._drop(node)
+            self._tree.watcher.gone(node)
+
+    def left_device(self, node: Node) -> bool:
+        if self.has(node):
+            self._drop(node)
+        return False
+
+    def _drop(self, node: Node) -> None:
+        """Take the state, which is not locked, from its node."""
+        self.pool.free([node.state.slot])
+        node.state = None
+        self._unlocked.discard(node)

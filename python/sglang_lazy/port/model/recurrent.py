@@ -1,0 +1,180 @@
+"""Models with recurrent layers: their pool of states, its share of the memory, and the layers' own backends."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.configs.hybrid_arch import mamba2_config, mambaish_config
+from sglang.srt.configs.lfm2 import Lfm2Config
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
+
+from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.state import linked
+from sglang_lazy.port.facts import pass_of
+from sglang_lazy.port.hooks import feature
+from sglang_lazy.recurrent.pieces import Pieces
+from sglang_lazy.recurrent.pool import StateLayout, StatePool
+from sglang_lazy.recurrent.rows import rows_of
+
+logger = logging.getLogger(__name__)
+
+CONVOLUTIONS = (Lfm2Config,)
+"""SGLang's configurations of models whose only recurrent layers are short convolutions."""
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether a model, given by SGLang's `ModelConfig`, has recurrent layers."""
+    return mambaish_config(config) is not None
+
+
+def state_layout(config: Any) -> StateLayout | None:
+    """The states of a model's recurrent layers; None if it has none, or chunks do not keep them."""
+    if not isinstance(mamba2_config(config), CONVOLUTIONS):
+        return None
+    params = mamba2_config(config).mamba2_cache_params
+    return StateLayout(len(params.layers), tuple(map(tuple, params.shape.conv)), params.dtype.conv)
+
+
+def num_attention_layers(config: Any) -> int:
+    """How many layers of a model have attention."""
+    return len(mambaish_config(config).full_attention_layer_ids) if is_recurrent(config) else config.num_hidden_layers
+
+
+def min_chunk(layout: StateLayout) -> int:
+    """How many tokens a chunk must have for the last inputs after it to be its own."""
+    return max(shape[-1] for shape in layout.conv)
+
+
+class RecurrentLayers:
+    """The recurrent layers of a `ModelRunner`.
+
+    pool: of what chunks do to states.  pieces: of the current pass; None if SGLang's own description will do.
+    written: what to write where at the end of the pass, by the backend.
+    """
+
+    def __init__(self, runner: Any, layout: StateLayout):
+        size = runner.model_config.lazy_num_states
+        self.pool = StatePool(layout, min(size, runner.token_to_kv_pool.size), runner.device)
+        self.pieces: Pieces | None = None
+        self.finish: Callable[[], None] = lambda: None
+        logger.info(
+            "sglang-lazy: states of %d chunks, %.2f MB each, %.2f GB in all (--lazy-state-share)",
+            self.pool.size,
+            layout.slot_bytes / 1e6,
+            self.pool.size * layout.slot_bytes / 1e9,
+        )
+
+    @contextmanager
+    def running(self, batch: Any) -> Iterator[None]:
+        """A context for the forward pass of a `ScheduleBatch` that has linked requests or fills."""
+        current = pass_of(batch)
+        if current.extend_lens is None:
+            yield
+            return
+        states = batch.tree_cache.store.states
+        slots = [
+            [] if linked(req) is None else [states.slot(node) for node in req.last_node.chunks.nodes]
+            for req in batch.reqs
+        ]
+        width = min_chunk(self.pool.layout)
+        self.pieces = Pieces.of(rows_of(current, slots), width, torch.device(self.pool.conv[0].device))
+        try:
+            yield
+            self.finish()
+        finally:
+            self.pieces, self.finish = None, lambda: None
+
+
+class LinkConvolutions(AttentionBackend):
+    """Mixed into SGLang's backend of short convolutions by `with_states`.
+
+    link_pieces: of the current pass, with slots of SGLang's pool.
+    link_ends: by layer, the last inputs before each piece, and after the layer's kernel has run, at its end.
+    """
+
+    def init_link_states(self, layers: RecurrentLayers) -> None:
+        self.link_layers = layers
+        self.link_pieces: Pieces | None = None
+        self.link_ends: dict[int, torch.Tensor] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        self.link_pieces, self.link_ends = None, {}
+        if (pieces := self.link_layers.pieces) is not None:
+            if pieces.inputs.behind is not None:
+                raise RuntimeError("a piece of text directly follows another, whose convolution inputs are not known")
+            self.link_pieces = pieces.in_slots(self.forward_metadata.mamba_cache_indices)
+            self.link_layers.finish = self._write
+
+    def conv_state_metadata(self, layer_id: int, forward_batch: Any) -> ShortConvMetadata:
+        """Of the pieces of the batch, each a sequence with a state of its own."""
+        handle = super().conv_state_metadata(layer_id, forward_batch)  # type: ignore[misc]
+        if (pieces := self.link_pieces) is None:
+            return handle
+        index, (requests,) = self.req_to_token_pool.mamba2_layer_index(layer_id), handle.layer_cache.conv
+        before = pieces.inputs.before(requests, self.link_layers.pool.conv[0][index], requests[:0, :, 0])
+        self.link_ends[layer_id] = before
+        return handle._replace(
+            layer_cache=SimpleNamespace(conv=[before]),
+            cache_indices=pieces.indices.to(self.cache_indices_dtype),
+            query_start_loc=pieces.cu_seqlens,
+            has_initial_state=torch.ones_like(pieces.indices, dtype=torch.bool),
+        )
+
+    def _write(self) -> None:
+        """Copy the last inputs of pieces to requests and chunks."""
+        assert self.link_pieces is not None
+        last, chunks = self.link_pieces.last, self.link_pieces.chunks
+        for layer_id, ends in self.link_ends.items():
+            index = self.req_to_token_pool.mamba2_layer_index(layer_id)
+            if last is not None:
+                self.req_to_token_pool.mamba_pool.mamba_cache.conv[0][index][last.slots] = ends[last.pieces]
+            if chunks is not None:
+                self.link_layers.pool.conv[0][index][chunks.slots] = ends[chunks.pieces]
+        self.link_pieces, self.link_ends = None, {}
+
+
+LINKS = {ShortConvAttnBackend: LinkConvolutions}
+"""What is mixed into SGLang's backends of recurrent layers."""
+
+
+def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
+    """After `attn_backend_wrapper`, which adds the backend of recurrent layers: have it know of chunks."""
+    table: SegmentTable | None = table_of(runner.req_to_token_pool)
+    if table is not None and table.recurrent is not None:
+        linear = backend.linear_attn_backend
+        stock = type(linear)
+        linear.__class__ = type(f"Link{stock.__name__}", (LINKS[stock], stock), {})
+        linear.init_link_states(table.recurrent)
+    return backend
+
+
+def leave_room(original: Callable, configurator: Any, rest_memory: float) -> float:
+    """Around `KVCacheConfigurator._handle_max_mamba_cache`, which takes the states of requests from the memory that is
+    left, in GiB: take those of chunks first."""
+    if (layout := state_layout(configurator.model_config)) is not None:
+        budget = LazyConfig.current().state_share * rest_memory
+        configurator.model_config.lazy_num_states = int(budget * 2**30 / layout.slot_bytes)
+        rest_memory -= budget
+    return original(configurator, rest_memory)
+
+
+HOOKS = (
+    feature(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        leave_room,
+        "AROUND",
+        "the states of chunks get their share of the memory",
+    ),
+    feature(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        with_states,
+        "AFTER",
+        "recurrent layers know the chunks of their batch",
+    ),
+)

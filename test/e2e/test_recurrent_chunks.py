@@ -1,0 +1,119 @@
+"""Models with recurrent layers, on a CPU with PyTorch for their kernels: all ways of reusing chunks against the oracle,
+whose recurrence goes token by token."""
+
+import functools
+
+import pytest
+import torch
+
+from fakes import hybrids_on_cpu
+from oracle.hybrids import HybridOracle
+from oracle.models.build import build_model
+from oracle.models.hybrids import HYBRIDS
+from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
+from oracle.segments import Segment, text, token_ids
+from sglang_lazy.testing import CPU_OPTIONS
+from support.engine import EngineProcess
+
+pytestmark = [
+    pytest.mark.slow,  # starts servers
+    pytest.mark.skipif(torch.cuda.is_available(), reason="replaces kernels that a GPU has"),
+]
+
+TOLERANCE = 3e-5  # of a log-probability: both compute in fp32, and in another order
+NUM_TOKENS = 4
+OPTIONS = dict(
+    **CPU_OPTIONS,
+    **hybrids_on_cpu.OPTIONS,
+    max_total_tokens=2048,
+    max_running_requests=8,
+    context_length=2048,
+    disable_cuda_graph=True,
+    log_level="error",
+)
+MIN_CHUNK = {"lfm2": 2}
+"""The width of convolutions, less one: shorter chunks are text."""
+
+
+class Served:
+    """A model, served by the engine and known to the oracle."""
+
+    def __init__(self, name: str, folder, **options):
+        path = build_model(HYBRIDS[name], folder)
+        oracle = HybridOracle(path)
+        self.expected = functools.cache(lambda prompt, tokens: oracle.logprobs(list(prompt), tokens))
+        self.min_chunk = MIN_CHUNK[name]
+        self.engine = EngineProcess(model_path=path, installed=False, **{**OPTIONS, **options})
+
+    def computed(self, prompt: list[Segment]) -> list[Segment]:
+        """The prompt as a server computes it: short chunks, and one at the end, are text."""
+        last = len(prompt) - 1
+        is_text = [len(segment.ids) < self.min_chunk or i == last for i, segment in enumerate(prompt)]
+        return [text(segment.ids) if be else segment for segment, be in zip(prompt, is_text, strict=True)]
+
+    def answer(self, *prompts: list[Segment]) -> list[dict]:
+        """Serve the prompts as one batch and compare every answer with the oracle's."""
+        outputs = self.engine.generate(
+            segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
+            sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+            return_logprob=True,
+        )
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = output["output_ids"]
+            expected = self.expected(tuple(self.computed(prompt)), tuple(tokens))
+            expected = expected[len(token_ids(prompt)) - 1 : -1]
+            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+            chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert (chosen - reported).abs().max() <= TOLERANCE
+            assert (expected.amax(-1) - chosen).max() <= TOLERANCE
+        return outputs
+
+    def play(self, names: list[str]) -> list[list[tuple[list[Segment], dict]]]:
+        """Run scenarios in lockstep, as one batch per step; returns, by batch, the prompts and outputs."""
+        scenarios = [build_scenario(name) for name in names]
+        prompts, answers, waves = [[] for _ in names], [[] for _ in names], []
+        for step in range(max(map(len, scenarios))):
+            playing = [index for index, steps in enumerate(scenarios) if step < len(steps)]
+            for index in playing:
+                prompts[index].append(resolve(scenarios[index][step], prompts[index], answers[index]))
+            batch = [prompts[index][step] for index in playing]
+            outputs = self.answer(*batch)
+            for index, output in zip(playing, outputs, strict=True):
+                answers[index].append(output["output_ids"])
+            waves.append([*zip(batch, outputs, strict=True)])
+        return waves
+
+
+def hits(output: dict) -> list[bool]:
+    return [entry["hit"] for entry in output["meta_info"].get("chunks", [])]
+
+
+def on_one_worker(name: str):
+    return pytest.param(name, marks=pytest.mark.xdist_group(f"{name} chunks"))
+
+
+@pytest.fixture(scope="module", params=map(on_one_worker, MIN_CHUNK))
+def served(request, model_dir, with_plugin):
+    with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
+        for name, value in hybrids_on_cpu.ENVIRONMENT.items():
+            environment.setenv(name, value)
+        served = Served(request.param, model_dir)
+    yield served
+    served.engine.shutdown()
+
+
+def test_cold_warm_reordered_and_between_text(served):
+    dice = Dice("recurrent")
+    a, b, c = dice.chunks(3, 20, 60)
+    start, between, question = dice.text(9), dice.text(5), dice.text(12)
+    cold = [start, a, between, b, question]
+    assert hits(*served.answer(cold)) == [False, False]
+    assert hits(*served.answer(cold)) == [True, True]
+    for prompt in ([b, a, question], [a, between, a, question], [start, c, b, a, b, dice.text(1)]):
+        new = [segment is c for segment in prompt if segment.kind == "chunk"]
+        assert hits(*served.answer(prompt)) == [not each for each in new]
+
+
+def test_scenarios(served):
+    """All ways of reusing chunks, side by side, in a pool that holds less than half of their tokens."""
+    served.play(list(SCENARIOS))
