@@ -6,8 +6,8 @@ hold different chunks. A chunk without a copy is copied again when it is among t
 """
 
 from collections.abc import Callable
-from typing import Any
 
+from sglang_lazy.cache.node import Node
 from sglang_lazy.core.keys import of_chunks
 
 NEXT_SHARE = 10
@@ -23,31 +23,31 @@ class Copies:
     size: the number of slots on the device.
     """
 
-    def __init__(self, next_leaves: Callable[[int], list[Any]], size: int):
+    def __init__(self, next_leaves: Callable[[int], list[Node]], size: int):
         self._next_leaves, self._num_next = next_leaves, max(1, size // NEXT_SHARE)
-        self._redundant: dict[int, Any] = {}  # by node id, in the order in which they came
+        self._redundant: dict[int, Node] = {}  # by node id, in the order in which they came
         self._without: set[int] = set()  # ids of nodes whose copy was given up
         self._next: set[int] = set()
-        self._again: list[Any] = []  # of those, the ones without a copy
+        self._again: list[Node] = []  # of those, the ones without a copy
         self._num_evicted = self._num_next
 
-    def came(self, node: Any) -> None:
+    def came(self, node: Node) -> None:
         """`node` is on the device, and its copy is complete."""
         if of_chunks(node.namespace):
             self._redundant.pop(node.id, None)
             self._redundant[node.id] = node
 
-    def left(self, node: Any, num_tokens: int) -> None:
+    def left(self, node: Node, num_tokens: int) -> None:
         """`node` has left the device."""
         self.gone(node)
         self._num_evicted += num_tokens
 
-    def gone(self, node: Any) -> None:
+    def gone(self, node: Node) -> None:
         """`node` has left the tree, or its copy is read or made."""
         self._redundant.pop(node.id, None)
         self._without.discard(node.id)
 
-    def split(self, above: Any, node: Any) -> None:
+    def split(self, above: Node, node: Node) -> None:
         """`above` holds what was the beginning of `node`."""
         if node.id in self._without:
             self._without.add(above.id)
@@ -55,18 +55,18 @@ class Copies:
             del self._redundant[node.id]
             self._redundant |= {above.id: above, node.id: node}
 
-    def wanted(self, node: Any) -> bool:
+    def wanted(self, node: Node) -> bool:
         """Whether `node`, if it has no copy, should get one now."""
         return node.id not in self._without
 
-    def copied(self, node: Any) -> None:
+    def copied(self, node: Node) -> None:
         """`node` gets a copy."""
         self._without.discard(node.id)
 
-    def give_up(self, num_tokens: int) -> list[Any]:
+    def give_up(self, num_tokens: int) -> list[Node]:
         """Nodes whose copies should be freed now, with up to `num_tokens` tokens."""
         self._look()
-        given_up: dict[int, Any] = {}
+        given_up: dict[int, Node] = {}
         looks = 0
         for node in reversed(self._redundant.values()):  # children come after their parents
             if num_tokens <= 0 or looks == MAX_LOOKS:
@@ -82,7 +82,7 @@ class Copies:
         self._without.update(given_up)
         return list(given_up.values())
 
-    def to_copy(self) -> list[Any]:
+    def to_copy(self) -> list[Node]:
         """Nodes that have no copy and are about to leave the device."""
         if self._without:
             self._look()

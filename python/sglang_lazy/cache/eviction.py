@@ -1,8 +1,10 @@
 """A lazy eviction heap, which finds the least valuable leaf without sorting all leaves at every eviction."""
 
 import heapq
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
+
+from sglang_lazy.cache.node import Node, Order
 
 SLACK = 1000
 """Stale leaves that are not worth a pass over the heap."""
@@ -15,12 +17,12 @@ class EvictionHeap:
     Equal priorities are popped in order of node id, which is the same on every tensor-parallel rank.
     """
 
-    def __init__(self, priority: Callable[[Any], Any]):
+    def __init__(self, priority: Order):
         self._priority = priority
-        self._heap: list[tuple[Any, int, Any]] = []
+        self._heap: list[tuple[Any, int, Node]] = []
         self._members: set[int] = set()
 
-    def push(self, node: Any, evictable: Collection[Any]) -> None:
+    def push(self, node: Node, evictable: Collection[Node]) -> None:
         """Add a leaf unless it is in the heap. Drops stale leaves if they are the most: they hold keys and slots."""
         if node.id not in self._members:
             self._members.add(node.id)
@@ -30,7 +32,7 @@ class EvictionHeap:
                 heapq.heapify(self._heap)
                 self._members = {node_id for _, node_id, _ in self._heap}
 
-    def pop(self, evictable: Collection[Any]) -> Any | None:
+    def pop(self, evictable: Collection[Node]) -> Node | None:
         """Remove and return the least valuable leaf in `evictable`, or None. Drops stale leaves on the way."""
         while self._heap:
             pushed_priority, node_id, node = self._heap[0]

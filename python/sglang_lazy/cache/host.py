@@ -5,8 +5,7 @@ Nodes only on the host are below those on the device; none has a copy whose pare
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
@@ -329,7 +328,7 @@ class HostKV(Part):
         """Undo a `protect`."""
         node.host.readers -= 1
 
-    def adopt(self, tokens: array, namespace: Any, slots: torch.Tensor) -> Node | None:
+    def adopt(self, tokens: array, namespace: Hashable, slots: torch.Tensor) -> Node | None:
         """Put KV into the tree that has come to these slots of the host by other ways; returns where it ends. Slots of
         what the tree has on the host already are freed.
 

@@ -2,7 +2,7 @@
 
 import itertools
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -44,11 +44,11 @@ class Node:
         "window",
     )
 
-    def __init__(self, parent: "Node | None", tokens: array, namespace: Any, slots: torch.Tensor | None):
+    def __init__(self, parent: "Node | None", tokens: array, namespace: Hashable, slots: torch.Tensor | None):
         self.id = next(_ids)
         self.parent: Node = self if parent is None else parent
         self.tokens, self.namespace, self.slots = tokens, namespace, slots
-        self.children: dict[Any, Node] = {}
+        self.children: dict[Hashable, Node] = {}
         self.num_below = self.locks = self.last_use = self.hits = self.priority = 0
         self.window: Any = None
         self.host: Any = None
@@ -73,7 +73,7 @@ class Node:
             node = node.parent
         return path[::-1]
 
-    def key_of(self, namespace: Any, token: int) -> Any:
+    def key_of(self, namespace: Hashable, token: int) -> Hashable:
         """The key of the child that begins with `token`: namespaces part at the root."""
         return (namespace, token) if self.is_root else token
 

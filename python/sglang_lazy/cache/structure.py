@@ -2,8 +2,8 @@
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Structure:
 
     # Growing
 
-    def grow(self, tokens: array, namespace: Any) -> tuple[Node, int, Node | None]:
+    def grow(self, tokens: array, namespace: Hashable) -> tuple[Node, int, Node | None]:
         """The node where what is cached of `tokens` ends, split off if need be; for how many tokens; and a new leaf
         below it with the others, in no tier yet, None if there are no others."""
         node, count = self._descend(tokens, namespace)
@@ -86,13 +86,13 @@ class Structure:
             part.split(above, node)
         return above
 
-    def _new_leaf(self, parent: Node, tokens: array, namespace: Any) -> Node:
+    def _new_leaf(self, parent: Node, tokens: array, namespace: Hashable) -> Node:
         leaf = Node(parent, tokens, namespace, None)
         leaf.last_use = next(self._clock)
         parent.children[parent.key_of(namespace, tokens[0])] = leaf
         return leaf
 
-    def _descend(self, tokens: array, namespace: Any) -> tuple[Node, int]:
+    def _descend(self, tokens: array, namespace: Hashable) -> tuple[Node, int]:
         """The node where what is cached of `tokens` ends, in any tier, and for how many tokens; splits a node there."""
         node, start = self.root, 0
         while start < len(tokens):

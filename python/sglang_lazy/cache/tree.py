@@ -5,8 +5,8 @@ the host, each kept by a component with rules of its own.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -56,7 +56,7 @@ class RadixTree(Structure):
 
     # Reading
 
-    def find(self, tokens: array, namespace: Any, complete: bool = False) -> tuple[torch.Tensor, Node]:
+    def find(self, tokens: array, namespace: Hashable, complete: bool = False) -> tuple[torch.Tensor, Node]:
         """The longest readable prefix on the device: its slots (int64) and the node where it ends.
 
         complete: whether all of what the parts hold is needed, not only what reading its end takes.
@@ -70,7 +70,7 @@ class RadixTree(Structure):
         self.use(node)
         return torch.cat(self.slots_to(node)) if not node.is_root else self._no_slots, node
 
-    def end_of(self, tokens: array, namespace: Any) -> Node | None:
+    def end_of(self, tokens: array, namespace: Hashable) -> Node | None:
         """The node where `tokens` end, in any tier; split off if need be. None unless all are cached."""
         node, start, end = self.root, 0, len(tokens)
         while start < end:
@@ -102,7 +102,7 @@ class RadixTree(Structure):
 
     # Adding
 
-    def add(self, tokens: array, namespace: Any, slots: torch.Tensor, priority: int, computed_start: int) -> Added:
+    def add(self, tokens: array, namespace: Hashable, slots: torch.Tensor, priority: int, computed_start: int) -> Added:
         """Make `tokens` resident in `slots` (int64), except for those that the device has already.
 
         Tree slots that have lost their window KV take that of `slots`. A pass may still write to it, so both share it

@@ -15,6 +15,7 @@ from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import tokens_at
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.requests import Requests
 from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked, unused_hits
@@ -43,11 +44,11 @@ class RowCache:
 
     # Rows
 
-    def read(self, req: Any, start: int, end: int) -> torch.Tensor:
+    def read(self, req: Request, start: int, end: int) -> torch.Tensor:
         """Copy slots [start, end) of a request's row, int64."""
         return self.pool.req_to_token[self.requests.row(req), start:end].to(torch.int64, copy=True)
 
-    def write(self, req: Any, start: int, slots: torch.Tensor) -> None:
+    def write(self, req: Request, start: int, slots: torch.Tensor) -> None:
         """Write `slots` into a request's row from `start` on."""
         self.pool.write((self.requests.row(req), slice(start, start + len(slots))), slots)
 
@@ -79,7 +80,7 @@ class RowCache:
 
     # Linked requests
 
-    def match(self, req: Any, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:
+    def match(self, req: Request, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:
         """Lay out the request's row over what is cached; returns the slots of its cached part and its nodes.
 
         Sets `state.row` and puts the request's tokens into its order. The request must be admitted. If
@@ -118,7 +119,7 @@ class RowCache:
             slots, node = self.tree.find(tokens, span.namespace)
             yield slots if len(slots) >= span.image_len else slots[:0], node
 
-    def rank(self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]) -> tuple[int, int]:
+    def rank(self, req: Request, state: LinkedRequest, nodes: Sequence[Node | None]) -> tuple[int, int]:
         """How many tokens a waiting request would find cached on the device, and on the host, for ordering the queue.
 
         nodes: per slice, the node where it is cached, or None.
@@ -144,7 +145,7 @@ class RowCache:
             self._placeholders = torch.zeros(num_tokens, dtype=torch.int64, device=self._placeholders.device)
         return self._placeholders[:num_tokens]
 
-    def complete(self, req: Any, published: Mapping[ChunkKey, Node]) -> None:
+    def complete(self, req: Request, published: Mapping[ChunkKey, Node]) -> None:
         """Enter the chunks that were missing when a row was laid out; called when SGLang has assigned the row.
 
         Counts a use of all that the row depends on. From here on SGLang needs only the length of the cached part.
@@ -172,7 +173,7 @@ class RowCache:
             if state.probe is None:
                 self.store.count_use(state.prompt, state.reused, unused_hits(req))
 
-    def publish(self, req: Any, row_len: int, chunked: bool, num_lost: int) -> None:
+    def publish(self, req: Request, row_len: int, chunked: bool, num_lost: int) -> None:
         """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.
 
         Text that the tree has got from another request in the meantime is freed, and the row takes the tree's slots
@@ -210,18 +211,18 @@ class RowCache:
         if not chunked:
             self.store.back_up(nodes.chunks.nodes)
 
-    def let_go_of_chunks(self, req: Any) -> None:
+    def let_go_of_chunks(self, req: Request) -> None:
         """Unlock the chunks of a row that does not depend on them any more."""
         row = self.requests.nodes(req)
         self.store.unlock_chunks(row.chunks)
         row.chunks = ChunkNodes([], [], num_locks=1)
 
-    def move_lock(self, req: Any, nodes: RowNodes) -> None:
+    def move_lock(self, req: Request, nodes: RowNodes) -> None:
         """Replace the nodes that SGLang has locked for a request."""
         self.lock(nodes)
         self.unlock(self.requests.hold(req, nodes))
 
-    def _tokens(self, req: Any, positions: np.ndarray) -> array:
+    def _tokens(self, req: Request, positions: np.ndarray) -> array:
         """The tokens at `positions` of prompt and answer, which have no gaps within the answer."""
         prompt = self.requests.prompt(req)
         if not len(positions) or positions[-1] < len(prompt):

@@ -14,6 +14,7 @@ from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import linked
 from sglang_lazy.scheduler.facts import Facts, Taken
 
@@ -42,11 +43,11 @@ class EncoderProducer:
         self._next: dict[ChunkKey, int] = {}  # token counts of the chunks that the next batch's requests miss
         self._published: list[Encoding] = []
 
-    def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
+    def produce(self, parent: Request, chunks: Sequence[ChunkSlice]) -> None:
         for chunk in chunks:
             self.pending[chunk.key] = Encoding(chunk, parent, self.allocate(chunk.num_tokens))
 
-    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any] | None:
+    def wait(self, parent: Request, keys: Iterable[ChunkKey]) -> list[Any] | None:
         missing = {key: self.pending[key] for key in keys}
         for encoding in missing.values():
             if parent not in encoding.parents:
@@ -57,7 +58,7 @@ class EncoderProducer:
         self._next |= new
         return []
 
-    def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
+    def leave(self, parent: Request, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
             if key in self.pending and parent in self.pending[key].parents:
                 self.pending[key].parents.remove(parent)
@@ -88,7 +89,7 @@ class EncoderProducer:
                     rows.store.counts.num_filled_tokens += chunk.num_tokens
                     yield encoding, {chunk.key: node}
 
-    def forget(self, req: Any) -> None:
+    def forget(self, req: Request) -> None:
         """Do nothing: no request is internal to this producer."""
 
     def before_forward(self) -> None:

@@ -17,6 +17,7 @@ from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.policy import Measure, Policy
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt, Ranges
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.segments import PromptLayout
 
@@ -76,7 +77,7 @@ class Probe:
     query_start: text from this position on counts as the question.
     """
 
-    parent: Any
+    parent: Request
     query_start: int
     _sums: dict[Measure, torch.Tensor] = dataclasses.field(default_factory=dict)
     _on_host: torch.Tensor | None = None
@@ -241,40 +242,40 @@ class Undecided:
     policy: Policy
     kept: Sequence[Ranges]
     num_chosen: int = 0
-    probe: Any = None
+    probe: Request | None = None
     launched: bool = False
 
 
-def unused_hits(req: Any) -> int:
+def unused_hits(req: Request) -> int:
     """Bit i is set if chunk i of the prompt's layout was cached on arrival, though the policy keeps none of its KV."""
     return getattr(req, "lazy_unused_hits", 0)
 
 
-def lazy_state(req: Any) -> LinkedRequest | Undecided | Fill | None:
+def lazy_state(req: Request | None) -> LinkedRequest | Undecided | Fill | None:
     """The state that `req` carries, None if it has no part in chunk reuse."""
     return getattr(req, "lazy", None)
 
 
-def as_linked(req: Any) -> LinkedRequest:
+def as_linked(req: Request) -> LinkedRequest:
     """The state of a request known to be linked."""
     state = lazy_state(req)
     assert isinstance(state, LinkedRequest)
     return state
 
 
-def linked(req: Any) -> LinkedRequest | None:
+def linked(req: Request | None) -> LinkedRequest | None:
     """The state of a linked request, None for any other."""
     state = lazy_state(req)
     return state if isinstance(state, LinkedRequest) else None
 
 
-def is_internal(req: Any) -> bool:
+def is_internal(req: Request) -> bool:
     """Whether a request is a fill or a probe, which have no client."""
     state = lazy_state(req)
     return isinstance(state, Fill) or (isinstance(state, LinkedRequest) and state.probe is not None)
 
 
-def is_ahead(req: Any) -> bool:
+def is_ahead(req: Request) -> bool:
     """Whether a request computes chunks ahead of use only, so that nobody waits for it."""
     state = lazy_state(req)
     if isinstance(state, Fill):
@@ -282,7 +283,7 @@ def is_ahead(req: Any) -> bool:
     return isinstance(state, LinkedRequest) and state.ahead
 
 
-def stand_in(req: Any) -> Any | None:
+def stand_in(req: Request) -> Request | None:
     """The request that represents `req` in the queue: its probe if it has one (None while that runs), else itself."""
     state = lazy_state(req)
     if not isinstance(state, Undecided):
@@ -290,7 +291,7 @@ def stand_in(req: Any) -> Any | None:
     return None if state.launched else state.probe
 
 
-def fill_of(req: Any) -> Fill | None:
+def fill_of(req: Request) -> Fill | None:
     """The state of a fill, None for any other request."""
     state = lazy_state(req)
     return state if isinstance(state, Fill) else None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.requests import Requests
 
 
@@ -16,7 +17,7 @@ class Taken(NamedTuple):
     start, end: its part of the slots that the batch writes.  whole: whether its prompt ends in this batch.
     """
 
-    req: Any
+    req: Request
     start: int
     end: int
     whole: bool
@@ -45,10 +46,10 @@ class Facts(Requests, Protocol):
     num_ahead: how many slots a running request may hold beyond its tokens, for those that are drafted.
     """
 
-    waiting: list[Any]
+    waiting: list[Request]
 
     @property
-    def chunked(self) -> Any | None: ...
+    def chunked(self) -> Request | None: ...
 
     @property
     def max_prefill(self) -> int: ...
@@ -67,50 +68,50 @@ class Facts(Requests, Protocol):
 
     # Requests
 
-    def extra_key(self, req: Any) -> str | None:
+    def extra_key(self, req: Request) -> str | None:
         """The key that its client or its adapter adds to the names of its KV."""
 
-    def adapter(self, req: Any) -> str | None:
+    def adapter(self, req: Request) -> str | None:
         """The id of its LoRA adapter."""
 
-    def layout(self, req: Any) -> Any | None:
+    def layout(self, req: Request) -> Any | None:
         """The packed layout that came with it."""
 
-    def images(self, req: Any) -> GivenImages | None:
+    def images(self, req: Request) -> GivenImages | None:
         """Its images. Raises ValueError for other media, and for images without positions on three axes."""
 
-    def has_media(self, req: Any) -> bool: ...
+    def has_media(self, req: Request) -> bool: ...
 
-    def unsupported(self, req: Any) -> list[str]:
+    def unsupported(self, req: Request) -> list[str]:
         """What it asks for that cannot be combined with chunks."""
 
-    def first_logprob(self, req: Any) -> int | None:
+    def first_logprob(self, req: Request) -> int | None:
         """From which position of the prompt on it wants log-probabilities, None if from none."""
 
-    def num_output(self, req: Any) -> int: ...
+    def num_output(self, req: Request) -> int: ...
 
-    def max_new_tokens(self, req: Any) -> int: ...
+    def max_new_tokens(self, req: Request) -> int: ...
 
-    def num_left(self, req: Any) -> int:
+    def num_left(self, req: Request) -> int:
         """How many tokens of its prompt have no slots yet, once it is in chunked prefill."""
 
-    def is_launched(self, req: Any) -> bool:
+    def is_launched(self, req: Request) -> bool:
         """Whether a batch has taken it."""
 
-    def is_finished(self, req: Any) -> bool: ...
+    def is_finished(self, req: Request) -> bool: ...
 
-    def is_refused(self, req: Any) -> bool:
+    def is_refused(self, req: Request) -> bool:
         """Whether it will be answered with an error."""
 
     # Changes
 
-    def refuse(self, req: Any, reason: str) -> None:
+    def refuse(self, req: Request, reason: str) -> None:
         """Have it answered with a 400."""
 
-    def limit_answer(self, req: Any, max_new_tokens: int) -> None: ...
+    def limit_answer(self, req: Request, max_new_tokens: int) -> None: ...
 
-    def keep_text(self, req: Any, text: array) -> None:
+    def keep_text(self, req: Request, text: array) -> None:
         """Reduce its prompt to `text`, int64, which ends like the prompt."""
 
-    def hurry(self, req: Any, parent: Any) -> None:
+    def hurry(self, req: Request, parent: Request) -> None:
         """Give an internal request the scheduling priority of `parent`, if that goes first."""
