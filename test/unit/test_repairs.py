@@ -11,10 +11,11 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.watermarking import core
 
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
-from sglang_lazy.port.repairs import abort_tasks, logs
+from sglang_lazy.port.repairs import abort_tasks, auth, logs
 from sglang_lazy.port.scheduler import memory
 
 
@@ -97,3 +98,19 @@ def test_what_still_runs_of_a_stream_is_aborted(monkeypatch, rids):
     assert end(answered) == []
     again = begun(manager, *rids)
     assert end(answered) == [] and end(again) == sorted(rids) and end(left) == ["other"]
+
+
+def test_a_server_shows_no_keys(monkeypatch):
+    """Not in its flags, nor in the command or in the states of its schedulers; what else it shows stays."""
+    original = core.redact_watermark_secrets
+    monkeypatch.setattr(
+        core, "redact_watermark_secrets", lambda *args, **options: auth.hide(original, *args, **options)
+    )
+    flags = {"api_key": "key", "admin_api_key": "admin", "port": 30000, "ssl_keyfile_password": None}
+    command = "launch_server --api-key key --admin-api-key=admin --model-path admin-key --key keyed"
+    info = {**flags, "launch_command": command, "internal_states": [dict(flags), {"load": 1}]}
+    shown = core.redact_watermark_secrets(info)
+    hidden = {**flags, "api_key": "<redacted>", "admin_api_key": "<redacted>"}
+    left = "launch_server --api-key <redacted> --admin-api-key=<redacted> --model-path admin-key --key keyed"
+    assert shown == {**hidden, "launch_command": left, "internal_states": [hidden, {"load": 1}]}
+    assert info["api_key"] == "key" == info["internal_states"][0]["api_key"]
