@@ -1,22 +1,46 @@
 """LangChain: a ChatPromptTemplate keeps only the text of content parts, so separators around each document make chunks.
 
-Messages that a program makes itself, without a template, may have parts `{"type": "chunk", "text": ...}`.
+Messages that a program makes itself, without a template, may have parts `{"type": "chunk", "text": ...}`. Documents
+are in a vector store, whose embedding needs no download: put yours in its place.
 """
 
+import collections
+import math
+import re
+import zlib
 from collections.abc import Callable
 
-from corpus import SEPARATOR, compare, document_text, search
+from corpus import DOCUMENTS, SEPARATOR, TOP_K, compare, document_text
 from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_openai import ChatOpenAI
 
 
-class Search(BaseRetriever):
-    def _get_relevant_documents(self, query, *, run_manager):
-        return [Document(document_text(document)) for document in search(query)]
+class HashedWords(Embeddings):
+    """TF-IDF: each word of a text adds to one of 4,096 places, the less the more of the corpus has it."""
+
+    def __init__(self, corpus: list[str], places: int = 4096):
+        self.places = places
+        found = collections.Counter(place for text in corpus for place in set(self._places_of(text)))
+        self.weights = [math.log(len(corpus) / (1 + found[place])) for place in range(places)]
+
+    def embed_documents(self, texts):
+        return [self.embed_query(text) for text in texts]
+
+    def embed_query(self, text):
+        counts = collections.Counter(self._places_of(text))
+        return [counts[place] * weight for place, weight in enumerate(self.weights)]
+
+    def _places_of(self, text):
+        return [zlib.crc32(word.encode()) % self.places for word in re.findall(r"\w+", text.lower())]
+
+
+TEXTS = [document_text(document) for document in DOCUMENTS]
+STORE = InMemoryVectorStore.from_documents([Document(text) for text in TEXTS], HashedWords(TEXTS))
 
 
 PROMPT = ChatPromptTemplate.from_messages(
@@ -43,7 +67,7 @@ def pipeline(url: str) -> Callable[[str, bool], str]:
     )
 
     def answer(question: str, last: bool) -> str:
-        context = Search() | RunnableLambda(best_last if last else best_first)
+        context = STORE.as_retriever(search_kwargs={"k": TOP_K}) | RunnableLambda(best_last if last else best_first)
         chain = {"context": context, "question": RunnablePassthrough()} | PROMPT | model | StrOutputParser()
         return chain.invoke(question)
 
