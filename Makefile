@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo demo-exact test test-all test-research lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke setup mooncake key
+.PHONY: demo demo-exact test test-all test-research lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke lint-deploy setup mooncake key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -113,6 +113,17 @@ wheels-smoke: wheels # the exact demo in an empty environment, outside of the ch
 		"$$($(WHEELS_SMOKE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 	cp -r examples $(WHEELS_SMOKE)
 	cd $(WHEELS_SMOKE) && env -u PYTHONPATH bin/python examples/demo_exact.py
+
+LINTERS := $(VENV)/linters
+LINTERS_READY := $(LINTERS)/.ready-$(shell sha256sum .ci/linters.txt | cut -c1-12)
+
+lint-deploy: $(LINTERS_READY) # image, compose file, manifests, unit
+	.ci/lint-deploy $(LINTERS)
+
+$(LINTERS_READY): $(READY)
+	$(PYTHON) -m venv --clear $(LINTERS)
+	$(LINTERS)/bin/python -m pip install --quiet -r .ci/linters.txt
+	@touch $@
 
 setup: $(READY)
 

@@ -13,12 +13,11 @@ from transformers import AutoTokenizer
 
 from examples.smollm2 import smollm2
 from sglang_lazy.testing import log_tail
+from support.pages import ROOT, indented, section, swapped_chunks
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-FIRST_REQUEST = README.partition("\n## First request\n")[2].partition("\n## ")[0]
-COMMANDS = [block.strip() for block in re.findall(r"(?:^ {4}.*\n)+", FIRST_REQUEST, re.MULTILINE)]
+FIRST_REQUEST = section("README.md", "First request")
+COMMANDS = indented(FIRST_REQUEST)
 PYTHON = shlex.quote(sys.executable)
 
 
@@ -64,8 +63,7 @@ def asked(curl: str, port: int) -> dict:
 
 def test_the_first_request_is_answered_and_found_in_another_order(server, port):
     curl = COMMANDS[1]
-    first, second = re.findall(r'^ +\{"type": "chunk",.*\n', curl, re.MULTILINE)
-    swapped = curl.replace(first + second, second + first)
+    swapped = swapped_chunks(curl)
     assert swapped != curl
     answer = asked(curl, port)
     assert "1889" in answer["choices"][0]["message"]["content"]
@@ -73,7 +71,8 @@ def test_the_first_request_is_answered_and_found_in_another_order(server, port):
     again = asked(swapped, port)
     assert again["choices"][0]["message"]["content"].strip()
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
-    texts = [json.loads(part.strip().rstrip(","))["text"] for part in (first, second)]
+    chunks = re.findall(r'^ +(\{"type": "chunk",.*\}),?\n', curl, re.MULTILINE)
+    texts = [json.loads(chunk)["text"] for chunk in chunks]
     num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
     assert again["usage"]["prompt_tokens_details"]["chunk_tokens"] == num_tokens
 

@@ -1,7 +1,5 @@
 """docs/tutorial.md: its commands and programs, as printed but for the port, print what it shows."""
 
-import contextlib
-import io
 import os
 import re
 import shlex
@@ -13,18 +11,12 @@ import pytest
 
 from sglang_lazy.testing import running_server
 from sglang_lazy.testing.server import wait_for
+from support.pages import ROOT, fenced, pattern, read, run_python
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = fenced(read("docs/tutorial.md"))
 PRINTED = "http://127.0.0.1:30000"
-
-
-def matches(expected: str, printed: str) -> bool:
-    """Whether a text was printed, in which each … stands for part of a line."""
-    return re.fullmatch(re.escape(expected.rstrip("\n")).replace("…", ".*"), printed.rstrip("\n")) is not None
 
 
 def run_shell(command: str) -> str:
@@ -32,12 +24,6 @@ def run_shell(command: str) -> str:
     return subprocess.run(
         command, shell=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
     ).stdout
-
-
-def run_python(program: str, names: dict) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(program, names)
-    return printed.getvalue()
 
 
 @pytest.fixture
@@ -62,11 +48,10 @@ def test_it_prints_what_the_page_shows(tutorial):
     printed = ""
     for kind, block in BLOCKS[1:]:
         if kind == "text":
-            assert matches(block, printed), f"expected\n{block}\nprinted\n{printed}"
+            assert re.fullmatch(pattern(block), printed.strip()), f"expected\n{block}\nprinted\n{printed}"
         elif kind == "log":
-            pattern = re.escape(block.strip()).replace("…", ".*")
-            wait_for(lambda pattern=pattern: re.search(pattern, log.read_text(encoding="utf-8")))
-            assert re.search(pattern, log.read_text(encoding="utf-8")), block
+            wait_for(lambda block=block: re.search(pattern(block), log.read_text(encoding="utf-8")))
+            assert re.search(pattern(block), log.read_text(encoding="utf-8")), block
         else:
             program = block.replace(PRINTED, url)
             printed = run_python(program, names) if kind == "python" else run_shell(program)
