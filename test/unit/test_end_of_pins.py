@@ -1,11 +1,14 @@
 """Pin expiry in the HTTP process: pins end on time whatever is pinned meanwhile, and ranks' answers merge into one."""
 
 import asyncio
+import functools
 import time
 
 import pytest
 
+from sglang_lazy.core.labels import Label
 from sglang_lazy.serving.chunk_lists import merged_deletion
+from sglang_lazy.serving.labels import Labels, names_of
 from sglang_lazy.serving.pins import Pins
 
 ONE = "1" * 16
@@ -16,9 +19,10 @@ class Scheduler:
 
     def __init__(self):
         self.ends = []
-        self.before_answer = None
+        self.before_answer = self.names = None
 
-    async def ask(self, verb, *, ttl=None, **_arguments):
+    async def ask(self, verb, *, ttl=None, names=None, **_arguments):
+        self.names = names
         now = time.time()
         if verb == "pin":
             self.ends.append(now + ttl)
@@ -45,6 +49,21 @@ async def all_end(scheduler):
             await asyncio.sleep(0.001)
 
     await asyncio.wait_for(wait(), timeout=60)
+
+
+def test_the_scheduler_learns_the_names_of_what_is_pinned(scheduler):
+    async def run():
+        labels = Labels()
+        labels.add("a", {ONE: Label("Lease")})
+        pins = Pins(scheduler.ask, functools.partial(names_of, labels))
+        seen = []
+        for tenant, name in (("a", ONE), ("a", ONE + "f" * 48), ("b", ONE), ("a", "2" * 16)):
+            await pins.set(tenant, [name], True, 0.01)
+            seen.append(scheduler.names)
+        await all_end(scheduler)
+        assert seen == [{ONE: "Lease"}, {ONE + "f" * 48: "Lease"}, {}, {}]
+
+    asyncio.run(run())
 
 
 def test_pins_end_in_any_order(scheduler):

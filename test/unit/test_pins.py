@@ -12,10 +12,10 @@ from fakes.requests import CHUNK, TEXT
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
-def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, only=None):
+def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, only=None, **names):
     """The ids pinned, and the reasons why others were skipped."""
     message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl}
-    answer = loop.admission.control.handle("pin", {**message, "only": only}, now)
+    answer = loop.admission.control.handle("pin", {**message, "only": only, **names}, now)
     loop.pools.check()
     return [one["id"] for one in answer["affected"]], [one["reason"] for one in answer["skipped"]]
 
@@ -144,6 +144,24 @@ def test_each_tenant_can_pin_its_share():
             assert after == before and sum(wanted.values()) > share
             num_refused += 1
     assert num_refused > 20 and num_ended > 20
+
+
+def test_the_log_names_a_pin_that_ends_for_others(caplog):
+    """A hit renews a pin with its name."""
+    loop = Loop()
+    warm_for(loop, "a", A, B)
+    pin(loop, A, tenant="a", ttl=10, names={id_of(A): "Lease"})
+    loop.submit([A, QUESTION], "hit", cache_salt="a")
+    loop.run()
+    expire(loop, 11)
+    pin(loop, B, tenant="a")
+    for _ in range(2):
+        loop.admission.pins.give_up()
+    words = "is pinned no longer: a running request needs its memory"
+    titles = sorted([f"{id_of(A)} (Lease)", id_of(B)])
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"sglang-lazy: chunk {t} {words}" for t in titles
+    ]
 
 
 def test_time_to_live_and_hits():

@@ -258,6 +258,16 @@ def test_a_prompt_with_chunks_is_not_truncated():
         check(request(input_ids=list(range(40))), server)
 
 
+@pytest.mark.parametrize("link", ["block", "base+query:ratio=0.3", "full"])
+def test_segments_without_a_chunk_may_have_a_link(link):
+    """They are the same request as without it; the link's name is checked."""
+    alone = prompts().to_generate_args([text(5, 6), text(7)])
+    assert prompts().to_generate_args([text(5, 6), text(7)], link=link) == alone
+    assert alone == {"input_ids": [5, 6, 7], "sampling_params": {}}
+    with pytest.raises(ValueError, match="link must be one of"):
+        prompts().to_generate_args([text(5, 6)], link="blok")
+
+
 def test_a_link_needs_segments():
     refuse_without_segments(None)
     with pytest.raises(ValueError, match="link needs a prompt given as segments"):

@@ -23,11 +23,13 @@ class Pin:
     ttl: how many seconds it lasts after the last hit; None for no limit.
     until: when it ends, seconds since the epoch; None for never.
     hits: the chunk's hits when `until` was set.
+    name: what the log calls the chunk besides its id, None for nothing.
     """
 
     ttl: float | None
     until: float | None
     hits: int
+    name: str | None = None
 
 
 class Pins:
@@ -58,8 +60,11 @@ class Pins:
         """The number of pinned chunks, each of which is one lock on the tree."""
         return len(self._chunks)
 
-    def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
-        """Pin cached chunks of one tenant for `ttl` seconds. Raises Refusal, and pins none, if they do not fit."""
+    def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float, name: str | None = None) -> None:
+        """Pin cached chunks of one tenant for `ttl` seconds. Raises Refusal, and pins none, if they do not fit.
+
+        name: of `Pin`.
+        """
         new = [chunk for chunk in chunks if chunk.pin is None]
         yielding = self._yielding_to(new)
         locked: list[Node] = []
@@ -75,7 +80,7 @@ class Pins:
         for chunk in chunks:
             if chunk.pin is None:
                 self.num_tokens[chunk.tenant] += chunk.num_tokens
-            self._set(chunk, ttl, now)
+            self._set(chunk, ttl, now, name)
         for chunk in yielding:
             self._end(chunk, "another tenant has less pinned")
 
@@ -94,8 +99,8 @@ class Pins:
             ending.append(chunk)
         return ending
 
-    def _set(self, chunk: CachedChunk, ttl: float | None, now: float) -> None:
-        chunk.pin = Pin(ttl, None if ttl is None else now + ttl, chunk.hits)
+    def _set(self, chunk: CachedChunk, ttl: float | None, now: float, name: str | None) -> None:
+        chunk.pin = Pin(ttl, None if ttl is None else now + ttl, chunk.hits, name)
         self._chunks.pop(chunk.key, None)
         self._chunks[chunk.key] = chunk
         if chunk.pin.until is not None:
@@ -125,7 +130,7 @@ class Pins:
             if chunk.pin is not pin:
                 continue
             if chunk.hits > pin.hits:
-                self._set(chunk, pin.ttl, now)
+                self._set(chunk, pin.ttl, now, pin.name)
             else:
                 self.remove(chunk)
         return None
@@ -139,7 +144,8 @@ class Pins:
         return (chunk for chunk in self._chunks.values() if chunk.tenant == tenant)
 
     def _end(self, chunk: CachedChunk, reason: str) -> None:
-        logger.warning("sglang-lazy: chunk %s is pinned no longer: %s", chunk_id(chunk.key.tokens), reason)
+        title = chunk_id(chunk.key.tokens) + (f" ({chunk.pin.name})" if chunk.pin.name is not None else "")
+        logger.warning("sglang-lazy: chunk %s is pinned no longer: %s", title, reason)
         self.remove(chunk)
 
 

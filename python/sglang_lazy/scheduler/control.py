@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
@@ -126,12 +127,14 @@ class ChunkControl:
         ttl: float | None,
         only: tuple[bool, str | None] | None,
         now: float,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Pin cached chunks, or end their pins.
 
         ttl: how many seconds the pins last after a hit, None for no limit.
         only: whether the chunk has a preamble, and the id of its adapter, to select one of several copies; None for
             all copies.
+        names: what the log calls the chunks that have names, by these ids.
         """
         affected, skipped = [], []
         for prefix in dict.fromkeys(ids):
@@ -143,7 +146,7 @@ class ChunkControl:
                 elif any(chunk.key in self.store.deletions.waiting for chunk in chunks):
                     raise ValueError("it is being deleted")
                 else:
-                    self.pins.add(chunks, ttl, now)
+                    self.pins.add(chunks, ttl, now, names.get(prefix))
             except ValueError as error:
                 if isinstance(error, Refusal):
                     self.store.counts.refused[error.reason] += 1

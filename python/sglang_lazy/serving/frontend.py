@@ -4,7 +4,7 @@ import functools
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.serving.known_chunks import KnownChunks
-from sglang_lazy.serving.labels import Labels
+from sglang_lazy.serving.labels import Labels, names_of
 from sglang_lazy.serving.misses import Misses
 from sglang_lazy.serving.picker import Picker
 from sglang_lazy.serving.pins import Pins
@@ -34,9 +34,12 @@ class Frontend:
         self.config, self.server = config, server
         self.prompts = Prompts(config, server)
         self.known, self.registrations, self.labels = KnownChunks(), Registrations(), Labels()
-        self.usage, self.surveys, self.pins = Usage(), Surveys(), Pins(server.ask)
+        self.usage, self.surveys, self.pins = Usage(), Surveys(), Pins(server.ask, self._names)
         self.misses, self.picker = Misses(server), Picker()
         self.shadow: Shadow | None = None
+
+    def _names(self, tenant: str | None, ids: list[str]) -> dict[str, str]:
+        return names_of(self.labels, tenant, ids)
 
     @functools.cached_property
     def turns(self) -> Turns:

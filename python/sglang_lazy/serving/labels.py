@@ -47,9 +47,16 @@ def with_labels(labels: Labels, chunks: Sequence[dict[str, Any]]) -> list[dict[s
     return [{**chunk, **label.fields()} for chunk, label in zip(chunks, found, strict=True)]
 
 
+def names_of(labels: Labels, tenant: str | None, ids: Sequence[str]) -> dict[str, str]:
+    """The names of a tenant's chunks, by those of `ids`, or longer parts of digests, that have any."""
+    found = labels.get([(tenant, one[:MIN_DIGITS]) for one in ids])
+    return {one: label.name for one, label in zip(ids, found, strict=True) if label.name is not None}
+
+
 def name_chunks(labels: Labels, tenant: str | None, chunks: Iterable[dict[str, Any]]) -> None:
     """Add the field `name` to chunks of a tenant's that have one."""
     chunks = list(chunks)
-    for chunk, label in zip(chunks, labels.get([(tenant, chunk["id"]) for chunk in chunks]), strict=True):
-        if label.name is not None:
-            chunk["name"] = label.name
+    names = names_of(labels, tenant, [chunk["id"] for chunk in chunks])
+    for chunk in chunks:
+        if (name := names.get(chunk["id"])) is not None:
+            chunk["name"] = name

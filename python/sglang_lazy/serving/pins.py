@@ -7,13 +7,17 @@ from typing import Any
 
 Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 """`Server.ask`."""
+Names = Callable[[str | None, list[str]], dict[str, str]]
 
 
 class Pins:
-    """Pins chunks, and has the scheduler end expired pins."""
+    """Pins chunks, and has the scheduler end expired pins.
 
-    def __init__(self, ask: Ask):
-        self._ask = ask
+    names: returns the names of a tenant's chunks, by the ids of those that have any, for the scheduler's log.
+    """
+
+    def __init__(self, ask: Ask, names: Names = lambda _tenant, _ids: {}):
+        self._ask, self._names = ask, names
         self._end: _EndOfPins | None = None
 
     async def set(
@@ -29,7 +33,9 @@ class Pins:
         Returns `affected`, the chunks for which that was done on any data-parallel rank, and `skipped`, the others with
         their reasons.
         """
-        answers = await self._ask("pin", tenant=tenant, ids=ids, pin=pin, ttl=ttl, only=only)
+        answers = await self._ask(
+            "pin", tenant=tenant, ids=ids, pin=pin, ttl=ttl, only=only, names=self._names(tenant, ids)
+        )
         self._end_in_time(answers)
         affected = {one["id"]: one for answer in answers for one in answer["affected"]}
         skipped: dict[str, dict[str, Any]] = {}
