@@ -151,6 +151,29 @@ def test_policies(served):
             served.compare(expected, output)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_depend_on_the_prompt_alone(served, seed):
+    """Chunks read in place and copies read by SGLang's own attention, computed together, one by one, or after others
+    with the same beginning, give the same drafts: as many are accepted in each step."""
+    dice = Dice(f"drafts {seed}")
+    docs = [dice.chunk(length) for length in (40, 25, 60)]
+    prompt = [dice.text(6), *docs, dice.text(9)]
+
+    def accepted(link="block"):
+        given = [segment.to_request() for segment in prompt]
+        params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        output = served.engine.generate(segments=given, link=link, sampling_params=params)
+        return output["output_ids"], output["meta_info"]["spec_correct_drafts_histogram"]
+
+    together = accepted()
+    assert accepted("copy") == together
+    served.flush()
+    for doc in docs[::-1]:
+        served.answer([dice.text(3), doc, dice.text(2)])
+    assert accepted() == together
+    served.flush()
+
+
 def test_a_policy_whose_probe_ends_before_the_last_layer(served):
     with pytest.raises(ValueError, match="--speculative-algorithm"):
         served.engine.generate(

@@ -82,7 +82,7 @@ def test_kernels_are_compiled_for_every_scale():
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 4, dtype=torch.int32)),
     )
     backend = LinkAttention.__new__(LinkAttention)
-    backend.init_link_path(runner, table)
+    backend.init_link_path(runner, table, table.model)
     assert [call.args[1].sm_scale for call in kernels.link_extend.mock_calls] == [0.5, 2.0, 1.0]
 
     attn, sinks = model[1].attn, torch.zeros(NUM_HEADS)

@@ -66,11 +66,10 @@ class Copy(Block):
             return
         copies = [as_linked(req).own for req in new]
         slices = [chunk for req in new for chunk in as_linked(req).prompt.chunks]
-        model.part(ChunkCopier).copy(
-            torch.cat([copy.source for copy in copies]),
-            torch.cat([copy.slots for copy in copies]),
-            np.repeat(model.rotations([chunk.offset for chunk in slices]), [chunk.num_kept for chunk in slices]),
-        )
+        source, slots = (torch.cat(each) for each in zip(*((copy.source, copy.slots) for copy in copies), strict=True))
+        for each in filter(None, (model, model.draft)):
+            offsets = each.rotations([chunk.offset for chunk in slices])
+            each.part(ChunkCopier).copy(source, slots, np.repeat(offsets, [chunk.num_kept for chunk in slices]))
         for req, copy in zip(new, copies, strict=True):
             copy.written = True
             # Whatever reuses the chunks' slots is launched later, so they need no lock from here on.

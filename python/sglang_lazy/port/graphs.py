@@ -1,8 +1,13 @@
 """Decode graphs for batches with linked rows: SGLang captures and chooses them, as a variant of attention."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
+from sglang.srt.model_executor.runner_utils.capture_mode import (
+    _set_capture_attention_variant,
+    get_capture_attention_variant,
+)
 
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.port.hooks import feature
@@ -38,11 +43,49 @@ def add_variants(graph_runner: Any) -> None:
         graph_runner.attention_graph_variants = LinkVariants(table)
 
 
+def capture_drafting(capture: Callable, graph_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `capture_one_shape` of the runners whose model drafts: capture the shape again for linked rows. They have
+    no variants of attention, but keys of their own, see `key_of_drafting`."""
+    capture(graph_runner, *args, **kwargs)
+    if drafts_over_chunks(graph_runner):
+        _set_capture_attention_variant(_LINK)
+        try:
+            capture(graph_runner, *args, **kwargs)
+        finally:
+            _set_capture_attention_variant(None)
+
+
+def key_of_drafting(make: Callable, graph_runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `_make_graph_key` of the same runners: the graph for linked rows, if they are being captured or the batch
+    has some."""
+    key = make(graph_runner, *args, **kwargs)
+    table = table_of(graph_runner.model_runner.req_to_token_pool)
+    running = table is not None and table.current is not None
+    if get_capture_attention_variant() == _LINK or (running and drafts_over_chunks(graph_runner)):
+        return dataclasses.replace(key, attention_variant=_LINK)
+    return key
+
+
+def drafts_over_chunks(graph_runner: Any) -> bool:
+    """Whether the model that drafts has the link path."""
+    table = table_of(graph_runner.model_runner.req_to_token_pool)
+    return table is not None and table.model.draft is not None
+
+
+_DRAFTING = (
+    "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
+)
 HOOKS = (
     feature(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
         add_variants,
         "BEFORE",
         "decode graphs for linked rows",
+    ),
+    *(
+        feature(f"{runner}.{method}", function, "AROUND", "graphs that draft over linked rows")
+        for runner in _DRAFTING
+        for method, function in (("capture_one_shape", capture_drafting), ("_make_graph_key", key_of_drafting))
     ),
 )

@@ -24,6 +24,12 @@ STEPS = {
         "KVCacheConfigurator._apply_token_constraints",
         "attention_registry.attn_backend_wrapper",
         "DecodeCudaGraphRunner.capture",
+        "EagleDraftWorker.init_attention_backend",
+        *(
+            f"EAGLEDraft{phase}CudaGraphRunner.{method}"
+            for phase in ("", "Extend")
+            for method in ("capture_one_shape", "_make_graph_key")
+        ),
         "Scheduler.init_request_dispatcher",
         "Scheduler.__init__",
     ),
@@ -59,6 +65,7 @@ STEPS = {
         "TpModelWorker.forward_batch_generation",
         "EAGLEWorkerV2.forward_batch_generation",
         "ForwardBatch.init_new",
+        "EagleDraftWorker._draft_extend_for_prefill",
         "PrefillCudaGraphRunner.can_run_graph",
         "EagerRunner.execute",
     ),

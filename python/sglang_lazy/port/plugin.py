@@ -73,7 +73,7 @@ def declared() -> tuple[Hook, ...]:
     from sglang_lazy.port import cpu, graphs, watchdog
     from sglang_lazy.port.comb import lora as comb_lora
     from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import model_runner, probing, recurrent
+    from sglang_lazy.port.model import drafts, model_runner, probing, recurrent
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -118,6 +118,7 @@ def declared() -> tuple[Hook, ...]:
         recurrent,
         graphs,
         probing,
+        drafts,
         surfaces,
         malformed,
         tenants,

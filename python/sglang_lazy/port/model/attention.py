@@ -18,7 +18,7 @@ from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.attention.metadata import PrefillRows
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.core.model import DecodePlan
+from sglang_lazy.core.model import DecodePlan, ServedModel
 from sglang_lazy.port.facts import num_queries
 from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.model.compat import kv_scales
@@ -41,24 +41,24 @@ class LinkAttention(AttentionBackend):
     link_window_slots: slots of the new tokens in the pool of window layers, if these have their own.
     """
 
-    def init_link_path(self, runner: Any, table: SegmentTable) -> None:
-        """Set up the link path for a `ModelRunner` whose model is loaded."""
+    def init_link_path(self, runner: Any, table: SegmentTable, model: ServedModel) -> None:
+        """Set up the link path for a `ModelRunner` whose model is loaded.  model: its description."""
         self.link_prefill: PrefillRows | None = None
         self.link_probe_rows: ExtendRows | None = None
         self.link_stock_part: StockPart | None = None
         self.link_planned: dict[DecodePlan, PlannedRows] | None = None
         self.link_window_slots: torch.Tensor | None = None
         self.link_table = table
-        self.link_model = table.model
+        self.link_model = model
         self.link_pool = runner.token_to_kv_pool
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
         self.link_layers: dict[int, tuple[tuple, Layer]] = {}
-        self.link_decode = DecodeRows(table, runner.req_to_token_pool, num_queries(runner.server_args))
+        self.link_decode = DecodeRows(table, runner.req_to_token_pool, model, num_queries(runner.server_args))
         compiled = set()
         for attn, _ in attention_layers(runner.model):
             # Triton's kernels contain the scale, of which an fp8 cache's is a part.
-            variant = table.model.layers[attn.layer_id], self._scales(attn)[0]
+            variant = model.layers[attn.layer_id], self._scales(attn)[0]
             if variant not in compiled:
                 self._compile_extend(attn, runner)
                 compiled.add(variant)
@@ -234,12 +234,26 @@ class LinkAttention(AttentionBackend):
 
 def _rows_of(forward_batch: ForwardBatch) -> ForwardBatch | QueryRows:
     """The rows of a decode step for `DecodeRows`."""
-    return QueryRows.of(forward_batch) if forward_batch.forward_mode.is_target_verify() else forward_batch
+    if forward_batch.forward_mode.is_target_verify():
+        return QueryRows.of(forward_batch, 1, forward_batch.spec_info.draft_token_num)
+    if forward_batch.forward_mode.is_draft_extend_v2():
+        num_queries = forward_batch.spec_info.num_tokens_per_req  # SGLang has counted them already
+        return QueryRows.of(forward_batch, 1 - num_queries, num_queries)
+    return forward_batch
 
 
-def with_link_path(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:
-    """Mix the link path into `backend`, which is returned."""
+def with_link_path(
+    backend: AttentionBackend,
+    runner: Any,
+    table: SegmentTable,
+    model: ServedModel | None = None,
+    path: type[LinkAttention] = LinkAttention,
+) -> AttentionBackend:
+    """Mix the link path into `backend`, which is returned.
+
+    model: the description of the runner's model, if it is not the one that the table has.  path: what to mix in.
+    """
     stock = type(backend)
-    backend.__class__ = type(f"Link{stock.__name__}", (LinkAttention, stock), {})
-    backend.init_link_path(runner, table)
+    backend.__class__ = type(f"Link{stock.__name__}", (path, stock), {})
+    backend.init_link_path(runner, table, model or table.model)
     return backend

@@ -12,7 +12,7 @@ from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices
 from sgl_kernel_lazy.rows import Rows
 from sglang_lazy.attention.metadata import DecodeTables
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.core.model import DecodePlan
+from sglang_lazy.core.model import DecodePlan, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class PlannedRows(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What `DecodeRows` reads of a `ForwardBatch`, here with a row for each token of the chains to verify: all see what
-    comes before them in their request's row.
+    """What `DecodeRows` reads of a `ForwardBatch`, here with a row for each token of a step, which sees what comes
+    before it in its request's row.
 
     batch_size: how many.
     req_pool_indices, seq_lens: [batch_size], the request's row, and how many of its tokens the query sees.
@@ -58,18 +58,18 @@ class QueryRows(NamedTuple):
     seq_lens_cpu: torch.Tensor | None
 
     @classmethod
-    def of(cls, forward_batch: Any) -> "QueryRows":
-        """The queries of a batch whose chains are verified. Does not synchronize with the device."""
-        num_queries, seq_lens = forward_batch.spec_info.draft_token_num, forward_batch.seq_lens
-        on_host = forward_batch.seq_lens_cpu
+    def of(cls, forward_batch: Any, first: int, num_queries: int) -> "QueryRows":
+        """A batch with `num_queries` of each request, of which the first sees `first` tokens more than its `seq_lens`
+        say. Does not synchronize with the device."""
+        bs, on_host = forward_batch.batch_size, forward_batch.seq_lens_cpu  # what SGLang's graphs are given is longer
 
         def by_query(lens: torch.Tensor) -> torch.Tensor:
-            return (lens[:, None] + torch.arange(1, num_queries + 1, device=lens.device)).flatten()
+            return (lens[:bs, None] + torch.arange(first, first + num_queries, device=lens.device)).flatten()
 
         return cls(
-            len(seq_lens) * num_queries,
-            forward_batch.req_pool_indices[:, None].expand(-1, num_queries).flatten(),
-            by_query(seq_lens),
+            bs * num_queries,
+            forward_batch.req_pool_indices[:bs, None].expand(-1, num_queries).flatten(),
+            by_query(forward_batch.seq_lens),
             None if on_host is None else by_query(on_host),
         )
 
@@ -78,15 +78,16 @@ class DecodeRows:
     """Prepares decode batches: metadata for each window size, including none, and a plan for each `DecodePlan`.
 
     pool: SGLang's `ReqToTokenPool`.
+    model: whose layers read these rows.
     num_queries: the most tokens of a request in one step.
     """
 
-    def __init__(self, table: SegmentTable, pool: Any, num_queries: int = 1):
+    def __init__(self, table: SegmentTable, pool: Any, model: ServedModel, num_queries: int = 1):
         self._table, self._pool = table, pool
         num_rows = pool.req_to_token.shape[0] * num_queries
         self._workspaces = {
             plan: plan.kernels.decode_workspace(num_rows, table.max_segments, **plan.dims, device=table.ends.device)
-            for plan in dict.fromkeys(layer.decode_plan for layer in table.model.layers.values())
+            for plan in dict.fromkeys(layer.decode_plan for layer in model.layers.values())
         }
         _log_size("workspace for decode", self._workspaces.values())
         self._for_graphs: Mapping[int | None, DecodeTables] = {}

@@ -103,7 +103,8 @@ def check_layers(
         layer_id = module.attn.layer_id
         name = f"{type(module).__name__} of layer {layer_id}"
         try:
-            places, seen, sinks = run_layer(module, layers[layer_id], hidden_size, dtype, rotations.get(layer_id))
+            width = getattr(getattr(module, "qkv_proj", None), "input_size", hidden_size)  # some drafts read two states
+            places, seen, sinks = run_layer(module, layers[layer_id], width, dtype, rotations.get(layer_id))
         except Exception as error:
             raise ValueError(f"{name} cannot be checked: {error or repr(error)}") from error
         rope = layers[layer_id].rope

@@ -214,12 +214,16 @@ def linking(batch: Any, runner: Any, table: SegmentTable) -> Iterator[None]:
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
+    states = contextlib.nullcontext() if table.recurrent is None else table.recurrent.running(batch)
+    with states, probing(batch, linked_batch(batch, runner, table), runner, table):
+        yield
+
+
+def linked_batch(batch: Any, runner: Any, table: SegmentTable) -> Any:
+    """The description of a `ScheduleBatch` about to run, of the table's `batch_type`; None if SGLang's own will do."""
     separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
-    states = contextlib.nullcontext() if table.recurrent is None else table.recurrent.running(batch)
-    with states, probing(batch, current, runner, table):
-        yield
+    return table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:

@@ -1,0 +1,166 @@
+"""Drafting over chunks: the model that drafts reads their KV, its own in the same slots, through the link path.
+
+Nothing that it reads changes an answer, only how many of its drafts are accepted.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.device import to_device
+from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.state import as_linked, fill_of, linked
+from sglang_lazy.port.graphs import batch_of_graph
+from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.model.attention import LinkAttention, with_link_path
+from sglang_lazy.port.model.compat import Unfit
+from sglang_lazy.port.model.decode_rows import QueryRows
+from sglang_lazy.port.model.layer_check import check_layers
+from sglang_lazy.port.model.layers import describe_layers
+from sglang_lazy.port.model.model_runner import choose_kernels, involves_chunks, linked_batch
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = -1
+"""In place of a token that only SGLang knows."""
+
+
+class LinkStep(LinkAttention):
+    """The link path of one drafting pass, whose rows `LinkSteps` plans with those of all others."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super(LinkAttention, self).init_forward_metadata(forward_batch)
+
+    def init_cuda_graph_state(self, *args: Any, **kwargs: Any) -> None:
+        super(LinkAttention, self).init_cuda_graph_state(*args, **kwargs)
+
+    def init_forward_metadata_out_graph(self, *args: Any, **kwargs: Any) -> None:
+        super(LinkAttention, self).init_forward_metadata_out_graph(*args, **kwargs)
+
+
+class LinkSteps:
+    """Mixed into the class of SGLang's container of drafting passes, `attn_backends`."""
+
+    attn_backends: list[Any]
+    link_table: SegmentTable
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if not self._plan(forward_batch, self.link_table.current, for_graph=False):
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
+        for step in self.attn_backends:
+            step.link_decode.allocate_for_graphs(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        if not self._plan(forward_batch, batch_of_graph(self.link_table, in_capture), for_graph=True):
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)  # type: ignore[misc]
+
+    def _plan(self, forward_batch: ForwardBatch, current: Any, for_graph: bool) -> bool:
+        """Plan the rows of all passes, and return whether `current`, the batch, has linked ones."""
+        for i, step in enumerate(self.attn_backends):
+            step.link_planned = None
+            if current is not None:
+                rows = QueryRows.of(forward_batch, i + 1, 1)  # each sees the drafts before it and its own token
+                step.link_planned = step.link_decode.of(rows, for_graph=for_graph)
+        return current is not None
+
+
+def read_chunks(_result: Any, worker: Any) -> None:
+    """After `EagleDraftWorker.init_attention_backend`: give the attention of its passes the link path, if the model is
+    fit for it."""
+    runner = worker.draft_runner
+    table = table_of(runner.req_to_token_pool)
+    if table is None:
+        return
+    try:
+        model = describe_draft(runner)
+    except (Unfit, ValueError) as error:
+        logger.warning("sglang-lazy: drafts read chunks unrotated, so fewer are accepted: %s", error)
+        return
+    table.model.draft = model
+    with_link_path(worker.draft_extend_attn_backend, runner, table, model)
+    if (steps := worker.draft_attn_backend) is not None:
+        for step in steps.attn_backends:
+            with_link_path(step, runner, table, model, LinkStep)
+        steps.__class__ = type(f"Link{type(steps).__name__}", (LinkSteps, type(steps)), {})
+        steps.link_table = table
+
+
+def describe_draft(runner: Any) -> ServedModel:
+    """The loaded model of a draft's `ModelRunner`. Raises Unfit or ValueError if the link path cannot serve it."""
+    layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
+    layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
+    if any(layer.window is not None for layer in layers.values()):
+        raise Unfit(["its layers have windows"])
+    layers = choose_kernels(LazyConfig.current(), runner, layers)
+    return ServedModel({layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}, layers)
+
+
+def extend_drafts(extend: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EagleDraftWorker._draft_extend_for_prefill`: the model that drafts sees the same linked rows as the
+    target, which has run."""
+    runner = worker.draft_runner
+    table = table_of(runner.req_to_token_pool)
+    if table is None or not involves_chunks(batch, table):
+        return extend(worker, batch, *args, **kwargs)
+    with table.running(linked_batch(batch, worker.target_worker.model_runner, table)):
+        return extend(worker, batch, *args, **kwargs)
+
+
+def follow_prompts(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After `ForwardBatch.init_new`: in a prefill of the model that drafts, which reads the token after each one.
+    SGLang takes the next in the row, and rows of ours are permuted."""
+    table = table_of(runner.req_to_token_pool)
+    if not runner.is_draft_worker or table is None or not table.has_chunks or batch.forward_mode.is_decode_or_idle():
+        return
+    if batch.forward_mode.is_draft_extend_v2():
+        return
+    parts, input_ids = [], forward_batch.input_ids
+    for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        following = tokens_after(req)
+        parts.append([UNKNOWN] * length if following is None else following[start : start + length])
+    known = to_device(torch.tensor([token for part in parts for token in part]).numpy(), input_ids.device)
+    forward_batch.input_ids = torch.where(known == UNKNOWN, input_ids, known.to(input_ids.dtype))
+
+
+def tokens_after(req: Any) -> array | None:
+    """For each token in the row of a linked request or a fill, the token after it, int64; None for other requests.
+
+    UNKNOWN for the last one of a prompt. After a chunk its own first token is taken, so that the KV of its last depends
+    on nothing else: what follows most often is another chunk that begins alike.
+    """
+    if (fill := fill_of(req)) is not None:
+        following = array("q")
+        for part in fill.parts:
+            following += part.tokens[1:] + part.tokens[:1]
+        return fill.row.permuted(following)
+    if linked(req) is None:
+        return None
+    tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
+    return as_linked(req).row.permuted(tokens[1:] + array("q", [UNKNOWN]))
+
+
+_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+HOOKS = (
+    feature(f"{_WORKER}.init_attention_backend", read_chunks, "AFTER", "drafts read chunks rotated to their places"),
+    feature(
+        f"{_WORKER}._draft_extend_for_prefill",
+        extend_drafts,
+        "AROUND",
+        "passes that compute the KV of drafts know the linked rows of their batch",
+    ),
+    feature(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        follow_prompts,
+        "AFTER",
+        "drafts follow the prompt's order, not the row's",
+    ),
+)

@@ -1,0 +1,177 @@
+"""What the model that drafts reads: the tokens of its prefills, the rows of its passes, its graphs."""
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+
+from sgl_kernel_lazy import get_implementation
+from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.fills import Fill
+from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
+from sglang_lazy.core.row_order import FillRow
+from sglang_lazy.core.state import LinkedRequest
+from sglang_lazy.port import graphs
+from sglang_lazy.port.model import drafts
+from sglang_lazy.port.model.decode_rows import DecodeRows, QueryRows
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+def fill(parts, cached, preamble=()):
+    """A request that computes chunks of these tokens, of whose first ones so many are cached."""
+    key = SimpleNamespace(namespace=SimpleNamespace(leading=None))
+    chunks = [SimpleNamespace(tokens=array("q", part), preamble=array("q", preamble), key=key) for part in parts]
+    state = Fill(chunks, owner=None)
+    state.row = FillRow([len(part.tokens) for part in state.parts], cached, bool(preamble))
+    return SimpleNamespace(lazy=state)
+
+
+def in_row(parts, cached):
+    """The (part, index) of each token of a fill's row: all cached beginnings, then the rest of each part."""
+    beginnings = [(i, j) for i, count in enumerate(cached) for j in range(count)]
+    return beginnings + [(i, j) for i, part in enumerate(parts) for j in range(cached[i], len(part))]
+
+
+@pytest.mark.parametrize("cached", [[0, 0, 0], [2, 0, 1], [0, 3, 0]])
+def test_a_chunk_is_followed_by_its_own_beginning(cached):
+    """So the KV of its last token does not depend on what else the fill computes."""
+    parts = [[11, 12, 13], [21, 22, 23, 24], [31, 32]]
+    expected = [parts[i][(j + 1) % len(parts[i])] for i, j in in_row(parts, cached)]
+    assert list(drafts.tokens_after(fill(parts, cached))) == expected
+    alone = [token for part in parts for token in drafts.tokens_after(fill([part], [0]))]
+    assert list(drafts.tokens_after(fill(parts, [0, 0, 0]))) == alone
+
+
+def test_a_preamble_is_followed_by_itself():
+    parts = [[1, 2], [11, 12, 13]]
+    expected = [parts[i][(j + 1) % len(parts[i])] for i, j in in_row(parts, [0, 1])]
+    assert list(drafts.tokens_after(fill(parts[1:], [0, 1], preamble=parts[0]))) == expected
+
+
+def linked(order, tokens, output=()):
+    """A linked request whose row has its tokens, by position, in this order."""
+    state = LinkedRequest.__new__(LinkedRequest)
+    state.row = SimpleNamespace(permuted=lambda ids: array("q", [ids[position] for position in order]))
+    return SimpleNamespace(lazy=state, origin_input_ids=array("q", tokens), output_ids=array("q", output))
+
+
+def test_text_is_followed_by_the_prompts_next_token():
+    order = [2, 3, 0, 1, 4, 5]
+    following = drafts.tokens_after(linked(order, [50, 51, 52, 53], output=[54, 55]))
+    assert list(following) == [53, 54, 51, 52, 55, drafts.UNKNOWN]
+
+
+def test_a_prefill_reads_following_tokens():
+    """Of the part of each row that it computes; SGLang's own where a prompt ends, and for prompts without chunks."""
+    reqs = [linked([2, 3, 0, 1], [50, 51, 52, 53]), SimpleNamespace(), fill([[11, 12, 13]], [0])]
+    batch = SimpleNamespace(reqs=reqs, prefix_lens=[2, 0, 1], extend_lens=[2, 3, 2], forward_mode=ForwardMode.EXTEND)
+    forward_batch = SimpleNamespace(input_ids=torch.arange(900, 907))
+    table = SimpleNamespace(has_chunks=True)
+    runner = SimpleNamespace(is_draft_worker=True, req_to_token_pool=SimpleNamespace(segment_table=table))
+    drafts.follow_prompts(forward_batch, None, batch, runner)
+    assert forward_batch.input_ids.tolist() == [51, 52, 902, 903, 904, 13, 11]
+    for change in ({"is_draft_worker": False}, {"req_to_token_pool": SimpleNamespace()}):
+        forward_batch.input_ids = given = torch.arange(900, 907)
+        drafts.follow_prompts(forward_batch, None, batch, SimpleNamespace(**{**vars(runner), **change}))
+        assert forward_batch.input_ids is given
+
+
+def test_a_prefill_reads_the_last_token_that_sglang_has():
+    batch = SimpleNamespace(
+        reqs=[linked([1, 0, 2], [50, 51, 52])], prefix_lens=[1], extend_lens=[2], forward_mode=ForwardMode.EXTEND
+    )
+    forward_batch = SimpleNamespace(input_ids=torch.tensor([900, 901]))
+    pool = SimpleNamespace(segment_table=SimpleNamespace(has_chunks=True))
+    drafts.follow_prompts(forward_batch, None, batch, SimpleNamespace(is_draft_worker=True, req_to_token_pool=pool))
+    assert forward_batch.input_ids.tolist() == [51, 901]
+
+
+# Passes and graphs
+
+
+def table():
+    layer = AttentionLayer(1, 1, 32, LayerRope(torch.zeros(16), 8, True, "cpu"), kernels=get_implementation("torch"))
+    return SegmentTable(4, 1, "cpu", ServedModel({}, {0: layer}))
+
+
+class StockStep:
+    def init_forward_metadata(self, _forward_batch):
+        self.prepared = True
+
+
+class StockSteps:
+    """SGLang's container of two passes."""
+
+    def __init__(self, given, pool):
+        self.attn_backends, self.link_table, self.prepared = [StockStep(), StockStep()], given, 0
+        for step in self.attn_backends:
+            step.link_decode = DecodeRows(given, pool, given.model)
+
+    def init_forward_metadata(self, _forward_batch):
+        self.prepared += 1
+
+
+class Steps(drafts.LinkSteps, StockSteps):
+    """As `read_chunks` makes it."""
+
+
+def test_each_pass_sees_the_drafts_before_it():
+    given, pool = table(), SimpleNamespace(req_to_token=torch.arange(40, dtype=torch.int32).view(4, 10))
+    steps = Steps(given, pool)
+    batch = SimpleNamespace(
+        batch_size=2,
+        req_pool_indices=torch.tensor([3, 1]),
+        seq_lens=torch.tensor([4, 2]),
+        seq_lens_cpu=None,
+    )
+    steps.init_forward_metadata(batch)
+    assert steps.prepared == 1 and all(step.link_planned is None for step in steps.attn_backends)
+    with given.running(LinkedBatch()):
+        steps.init_forward_metadata(batch)
+    assert steps.prepared == 1
+    for drafted, step in enumerate(steps.attn_backends, 1):
+        ((rows, _),) = step.link_planned.values()
+        assert rows.kv_indices.tolist() == [*range(30, 34 + drafted), *range(10, 12 + drafted)]
+
+
+def test_queries_of_a_padded_batch():
+    """SGLang's graphs are given buffers for their largest batch."""
+    rows = QueryRows.of(
+        SimpleNamespace(
+            batch_size=1, req_pool_indices=torch.tensor([3, 0]), seq_lens=torch.tensor([7, 1]), seq_lens_cpu=None
+        ),
+        -1,
+        2,
+    )
+    assert (rows.batch_size, rows.req_pool_indices.tolist(), rows.seq_lens.tolist()) == (2, [3, 3], [6, 7])
+
+
+def test_shapes_are_captured_for_drafts_over_chunks():
+    """Under a key of their own, if the model that drafts has the link path."""
+    given, seen = table(), []
+    graph_runner = SimpleNamespace(model_runner=SimpleNamespace(req_to_token_pool=SimpleNamespace(segment_table=given)))
+
+    def key():
+        return graphs.key_of_drafting(lambda _runner, bs: ShapeKey(size=bs), graph_runner, 2)
+
+    def capture(_runner, bs):
+        seen.append((key(), graphs.batch_of_graph(given, in_capture=True)))
+
+    graphs.capture_drafting(capture, graph_runner, 2)
+    stock, link = (ShapeKey(size=2), None), (ShapeKey(size=2, attention_variant="link"), LinkedBatch())
+    assert seen == [stock]
+    with given.running(LinkedBatch()):
+        assert key() == stock[0]
+    given.model.draft = ServedModel({}, {})
+    seen.clear()
+    graphs.capture_drafting(capture, graph_runner, 2)
+    assert seen == [stock, link] and key() == stock[0]
+    with given.running(LinkedBatch()):
+        assert key() == link[0]
+    with given.running(None):
+        assert key() == stock[0]
