@@ -125,7 +125,8 @@ def options_of(name: str, **of_way) -> dict:
     options = {"attention_backend": "triton", "max_total_tokens": 20000, **of_way}
     if name in MODELS and "vision_config" in MODELS[name].settings:
         options["enable_multimodal"] = False  # the folder has no processor
-    if name.startswith(("cohere", "phi2")):  # SGLang 0.5.17 cannot capture their prefill
+    # SGLang 0.5.23 cannot capture the prefill of Gemma 4's layers that share KV.
+    if name.startswith(("cohere", "phi2")) or name == "gemma4":
         options["cuda_graph_backend_prefill"] = "disabled"
     return options
 

@@ -324,4 +324,5 @@ def test_copies_of_a_gpu_wait_for_passes_and_passes_for_loads(monkeypatch, min_r
         for layer, buffers in enumerate(layers):
             transfers.wait(layer)
             read += [(buffer[:4000] == 2 * layer + place + 1).all() for place, buffer in enumerate(buffers)]
+    passes.synchronize()  # `item` waits for the current stream alone
     assert all(each.item() for each in read)
