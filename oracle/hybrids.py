@@ -18,10 +18,11 @@ from .block_mask import attention_mask, visibility
 from .segments import Segment, token_ids
 
 
-def load_hybrid(path: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+def load_hybrid(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> transformers.PreTrainedModel:
     """The model in a folder. Kernels, which transformers would look for on a hub, are not used."""
     hub_kernels._kernels_available = False
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    return model.to(device).eval()
 
 
 @torch.inference_mode()
@@ -34,8 +35,8 @@ class HybridOracle:
     """LFM2 and Qwen3.5 under the block mask: one pass over the prompt, in which attention has a mask, and convolutions
     and the recurrence know where chunks begin and end. The recurrence is in fp64."""
 
-    def __init__(self, model_path: str):
-        self.model = load_hybrid(model_path)
+    def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+        self.model = load_hybrid(model_path, dtype, device)
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
@@ -46,11 +47,13 @@ class HybridOracle:
         if segments[-1].kind != "text":
             raise ValueError("expected a prompt that ends in text: servers compute a last chunk as text")
         ids = token_ids(segments) + list(generated)
-        positions = torch.arange(len(ids))
-        mask = attention_mask(self.model, visibility(segments, len(generated)), positions, positions)
+        device = self.model.device
+        positions = torch.arange(len(ids), device=device)
+        mask = attention_mask(self.model, visibility(segments, len(generated)).to(device), positions, positions)
         masks = {kind: None for kind in self.model.config.layer_types} | {"full_attention": mask}
         with _layers_know(_runs(segments, len(generated))):
-            out = self.model(torch.tensor([ids]), attention_mask=masks, position_ids=positions[None], use_cache=False)
+            inputs = torch.tensor([ids], device=device)
+            out = self.model(inputs, attention_mask=masks, position_ids=positions[None], use_cache=False)
         return out.logits[0].float().log_softmax(-1)
 
 
