@@ -30,7 +30,7 @@ class Steps(RecordingPools):
         super().__init__(*args, **kwargs)
         self.tree_cache, self.tokenizer, self.chunked_prefill_size = self.cache, None, 64
         self.store = self.cache.store
-        self.schedule_low_priority_values_first = False
+        self.schedule_low_priority_values_first, self.spec_algorithm = False, SpeculativeAlgorithm.NONE
         self.cache.admission = hooks.new_admission(
             self, self.rows.segment_table.max_segments, preamble=array("q", NEUTRAL_PREAMBLE)
         )
