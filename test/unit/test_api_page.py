@@ -1,4 +1,4 @@
-"""docs/api.md names everything that the code offers, and nothing else."""
+"""The reference names everything that the code offers, and nothing else."""
 
 import asyncio
 import dataclasses
@@ -34,16 +34,19 @@ from sglang_lazy.serving.usage import Usage
 from sglang_lazy.storage import report
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+API, HTTP, FLAGS, PYTHON, METRICS, ERRORS = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("api", "http", "flags", "python", "metrics", "errors")
+)
 
 
-def section(heading):
-    return re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)[1]
+def section(page, heading):
+    return re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
 
 
-def tables(heading):
-    """The tables of a section, each as rows of cells, without their headers."""
-    found = re.findall(r"((?:^\|.*\n)+)", section(heading), re.M)
+def tables(text):
+    """The tables of a page or of a section, each as rows of cells, without their headers."""
+    found = re.findall(r"((?:^\|.*\n)+)", text, re.M)
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]] for table in found]
 
 
@@ -56,20 +59,20 @@ def check(rows, expected):
 
 
 def test_flags_and_their_defaults():
-    (rows,) = tables("Flags")
+    rows = sum(tables(FLAGS), [])
     check(rows, [flag(field.name) for field in dataclasses.fields(LazyConfig)])
     for row, field in zip(rows, dataclasses.fields(LazyConfig), strict=True):
         default = {"False": "off", PREAMBLE: "a sentence"}.get(str(field.default), str(field.default))
         assert row[1].strip("`") == default
     for name, value in CPU_SETTINGS.items():
-        assert f"`--{name.replace('_', '-')} {value}`" in section("Flags")
+        assert f"`--{name.replace('_', '-')} {value}`" in FLAGS
 
 
 def test_segments_and_policies():
-    check(tables("Segments")[0], {*segments._KEYS, "id", *LABEL_KEYS})
+    check(tables(section(API, "Segments"))[0], {*segments._KEYS, "id", *LABEL_KEYS})
     for kind in segments._KINDS:
-        assert f'`"{kind}"`' in section("Segments")
-    policies, bases = tables("Policies")
+        assert f'`"{kind}"`' in section(API, "Segments")
+    policies, bases = tables(section(API, "Policies"))
     check(policies, tuple(POLICIES))
     for name, parameters, _ in policies:
         link = name.strip("`")
@@ -80,22 +83,21 @@ def test_segments_and_policies():
 
 def test_fields_of_requests():
     ours = set(vars(GenerateRequest)["__annotations__"])
-    (rows,) = tables("`/generate` and `/v1/completions`")
+    (rows,) = tables(section(HTTP, "`/generate` and `/v1/completions`"))
     check(rows, ours)
     assert {name for name in vars(CompletionsRequest)["__annotations__"] if name[0] != "_"} == ours
-    (rows,) = tables("`/v1/chat/completions`, `/v1/responses` and `/v1/messages`")
+    chats = section(HTTP, "`/v1/chat/completions`, `/v1/responses` and `/v1/messages`")
+    (rows,) = tables(chats)
     check(rows, MessagesWithChunks.model_fields.keys() | {"cache_salt"})
     for model in (ChatRequest, ResponsesRequest, MessagesRequest):
         assert set(names(rows)) <= model.model_fields.keys()
-    assert all(
-        f"`{block}`" in section("`/v1/chat/completions`, `/v1/responses` and `/v1/messages`") for block in BLOCKS
-    )
-    assert f"## The header `{SALT_HEADER}`" in PAGE
-    assert f"## `{INFO_ROUTE}`" in PAGE
+    assert all(f"`{block}`" in chats for block in BLOCKS)
+    assert f"## The header `{SALT_HEADER}`" in HTTP
+    assert f"## `{INFO_ROUTE}`" in HTTP
 
 
 def test_results():
-    meta_info, chunk, openai = tables("Results")
+    meta_info, chunk, openai = tables(section(API, "Results"))
     reuse = {"cached_tokens": 3, "cached_tokens_details": {"device": 3, "host": 0, "chunk": 1, "chunk_hits": "1"}}
     result = {"meta_info": {"finish_reason": {"type": "stop"}, **reuse}}
 
@@ -116,17 +118,17 @@ def test_results():
 
 
 def test_python_names():
-    (rows,) = tables("Python")
+    (rows,) = tables(PYTHON)
     check(rows, sglang_lazy.__all__)
     keywords = inspect.getfullargspec(sglang_lazy.Engine.generate).kwonlyargs
     assert keywords == inspect.getfullargspec(sglang_lazy.Engine.async_generate).kwonlyargs
     (engine,) = (row[1] for row in rows if row[0] == "`Engine`")
     assert all(f"`{name}`" in engine for name in keywords)
-    assert all(f"`{name}`" in section("Python") for name in verify.__all__)
+    assert all(f"`{name}`" in PYTHON for name in verify.__all__)
 
 
 def test_metrics():
-    counters, gauges = tables("Metrics")
+    counters, gauges = tables(section(METRICS, "Metrics of shadow mode"))
     check(counters, [f"sglang_lazy:shadow_{name}_total" for name in COUNTERS])
     check(gauges, [f"sglang_lazy:shadow_{name}" for name in GAUGES])
     for row, (_, labels) in zip(gauges, GAUGES.values(), strict=True):
@@ -147,7 +149,9 @@ SOURCE = "".join(
 )
 
 
-@pytest.mark.parametrize("message", [m for row in tables("Errors")[0] for m in re.findall("`([^`]+)`", row[1])])
+@pytest.mark.parametrize(
+    "message", [m for table in tables(ERRORS) for row in table for m in re.findall("`([^`]+)`", row[-2])]
+)
 def test_quoted_messages_exist_in_the_code(message):
     """The parts between the page's dots stand in one string of the code, in this order."""
     pieces = [re.escape(piece) for piece in message.split("…") if piece.strip(" :].")]
