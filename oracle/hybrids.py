@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers.integrations import hub_kernels
+from transformers.models.falcon_h1 import modeling_falcon_h1
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -32,8 +34,8 @@ def causal_logprobs(model: transformers.PreTrainedModel, ids: list[int]) -> torc
 
 
 class HybridOracle:
-    """LFM2 and Qwen3.5 under the block mask: one pass over the prompt, in which attention has a mask, and convolutions
-    and the recurrence know where chunks begin and end. The recurrence is in fp64."""
+    """LFM2, Qwen3.5, Granite 4 and Falcon-H1 under the block mask: one pass over the prompt, in which attention has a
+    mask, and convolutions and recurrences know where chunks begin and end. Recurrences are in fp64."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         self.model = load_hybrid(model_path, dtype, device)
@@ -50,7 +52,8 @@ class HybridOracle:
         device = self.model.device
         positions = torch.arange(len(ids), device=device)
         mask = attention_mask(self.model, visibility(segments, len(generated)).to(device), positions, positions)
-        masks = {kind: None for kind in self.model.config.layer_types} | {"full_attention": mask}
+        recurrent = dict.fromkeys([*self.model.config.layer_types, "linear_attention"])
+        masks = recurrent | {"full_attention": mask}
         with _layers_know(_runs(segments, len(generated))):
             inputs = torch.tensor([ids], device=device)
             out = self.model(inputs, attention_mask=masks, position_ids=positions[None], use_cache=False)
@@ -80,28 +83,52 @@ def _layers_know(runs):
         out = torch.cat(parts, -1)
         return F.silu(out) if activation == "silu" else out
 
-    def recur(query, key, value, g, beta, **_):
+    def read(step, read_out, zero, n):
+        """Outputs of n tokens, from states that step(state, t) makes and read_out(state, t) reads."""
+        out, seen = [], zero
+        for begin, end, alone in runs:
+            state = zero if alone else seen
+            for t in range(begin, end):
+                state, seen = step(state, t), step(seen, t)
+                out.append(read_out(state, t))
+        assert len(out) == n
+        return torch.stack(out)
+
+    def delta_rule(query, key, value, g, beta, **_):
         """query, key: [1, n, heads, K]; value: [1, n, heads, V]; g, beta: [1, n, heads]."""
         q, k, v, g, beta = (x[0].double() for x in (query, key, value, g, beta))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        out, zero = torch.empty_like(v), v.new_zeros(*k.shape[1:], v.shape[-1])
 
         def step(state, t):
             state = state * g[t].exp()[:, None, None]
             error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
             return state + torch.einsum("hk,hv,h->hkv", k[t], error, beta[t])
 
-        seen = zero
-        for begin, end, alone in runs:
-            state = zero if alone else seen
-            for t in range(begin, end):
-                state, seen = step(state, t), step(seen, t)
-                out[t] = torch.einsum("hk,hkv->hv", q[t], state) * q.shape[-1] ** -0.5
+        def read_out(state, t):
+            return torch.einsum("hk,hkv->hv", q[t], state) * q.shape[-1] ** -0.5
+
+        out = read(step, read_out, v.new_zeros(*k.shape[1:], v.shape[-1]), len(v))
         return out[None].to(value.dtype), None
 
-    with (
-        mock.patch.object(modeling_lfm2, "causal_conv1d_fn", convolve),
-        mock.patch.object(modeling_qwen3_5, "causal_conv1d_fn", convolve),
-        mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur),
-    ):
+    def mamba2(x, dt, A, B, C, D, dt_bias, dt_limit, **_):
+        """x: [1, n, heads, P]; dt: [1, n, heads]; A, D, dt_bias: [heads]; B, C: [1, n, groups, N]."""
+        values, dt, A, D = x[0].double(), F.softplus(dt[0].double() + dt_bias.double()), A.double(), D.double()
+        B, C = (each[0].double().repeat_interleave(x.shape[2] // B.shape[2], 1) for each in (B, C))
+        dt = dt.clamp(*dt_limit)
+
+        def step(state, t):
+            return state * (dt[t] * A).exp()[:, None, None] + torch.einsum("h,hp,hn->hpn", dt[t], values[t], B[t])
+
+        def read_out(state, t):
+            return torch.einsum("hpn,hn->hp", state, C[t]) + D[:, None] * values[t]
+
+        return read(step, read_out, values.new_zeros(*values.shape[1:], B.shape[-1]), len(values))[None].to(x.dtype)
+
+    modules = (modeling_lfm2, modeling_qwen3_5, modeling_granitemoehybrid, modeling_falcon_h1)
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, "causal_conv1d_fn", convolve))
+        patches.enter_context(mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule))
+        for module in modules[2:]:
+            patches.enter_context(mock.patch.object(module, "mamba2_chunk_scan", mamba2))
         yield

@@ -11,7 +11,7 @@ from oracle.segments import chunk, text, token_ids
 TOLERANCE = 1e-5  # relative to the largest log-probability: transformers computes blocks of tokens in fp32
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3.5"])
+@pytest.fixture(scope="module", params=HYBRIDS)
 def oracle(request, tmp_path_factory):
     return HybridOracle(build_model(HYBRIDS[request.param], tmp_path_factory.mktemp("models")))
 
