@@ -31,6 +31,9 @@ def load() -> None:
     eagle_utils._is_cpu = True  # verifies by the best token, without kernels that sample
     speculative_hook._disable_overlap_schedule_for_cpu = lambda args: None
     MHATokenToKVPool._init_kv_copy_and_warmup = _copies_nothing
+    TorchNativeAttnBackend.needs_cpu_seq_lens = (
+        False  # as of most on GPUs: with overlap, lengths are on the device only
+    )
     TorchNativeAttnBackend.forward_extend = _extending(TorchNativeAttnBackend.forward_extend)
     DraftBackendFactory.create_decode_backend = _draft_steps
     DraftBackendFactory.create_draft_extend_backend = lambda factory: TorchNativeAttnBackend(factory.draft_model_runner)
