@@ -111,8 +111,8 @@ def test_clients_that_leave(url, oracle):
         for prompt in prompts[1:3]:
             streamed = body(prompt, 400, stream=True)
             with requests.post(f"{url}/generate", json=streamed, stream=True, timeout=PATIENCE) as response:
-                line = next(filter(None, response.iter_lines()))
-                assert json.loads(line.removeprefix(b"data: "))["output_ids"]
+                lines = filter(None, response.iter_lines())
+                assert any(json.loads(line.removeprefix(b"data: "))["output_ids"] for line in lines)
         requests.post(f"{url}/abort_request", json={"rid": "named"}, timeout=PATIENCE).raise_for_status()
         named.result()
         for prompt, answer in zip(prompts[3:], stays, strict=True):
