@@ -90,6 +90,19 @@ def test_a_chunk_that_is_nearly_the_same(tokenizer, text, reason):
     asyncio.run(run())
 
 
+def test_boilerplate_does_not_hide_the_nearest_chunk(tokenizer):
+    """Many chunks, all later, share a letterhead of half the text with the one that a template is put around."""
+
+    async def run():
+        server, rng = Server(tokenizer), random.Random(0)
+        letters = [f"{LEASE}{' '.join(rng.sample(LEASE.split() + OTHER.split(), 60))}\n" for _ in range(20)]
+        names = [(await server.use(letter))[0] for letter in letters]
+        found = [(await server.use(f"<document>\n{letter}</document>\n"))[1] for letter in letters[:10]]
+        assert [miss[:2] for miss in found] == [("both ends", name) for name in names[:10]]
+
+    asyncio.run(run())
+
+
 def test_the_same_chunk(tokenizer):
     async def run():
         server = Server(tokenizer)

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -220,8 +220,10 @@ class Misses:
         for step, part in zip(STEPS, made.texts, strict=False):
             if (found := self._alike.get(part)) is not None:
                 return step, found.name
-        shared = Counter(self._alike[part] for part in made.windows if part in self._alike)
-        for known, count in shared.most_common(1):
-            if count >= max(2, len(made.windows) // 4):
-                return ENDS[known.print.head == made.head, known.print.tail == made.tail], known.name
-        return "new", None
+        windows = set(made.windows)
+        alike = {known for part in made.windows if (known := self._alike.get(part)) is not None}
+        # Each window leads to the last chunk that has it, which may have no other, but boilerplate of its owner's.
+        best = max(alike, key=lambda known: len(windows.intersection(known.print.windows)), default=None)
+        if best is None or len(windows.intersection(best.print.windows)) < max(2, len(windows) // 4):
+            return "new", None
+        return ENDS[best.print.head == made.head, best.print.tail == made.tail], best.name

@@ -6,6 +6,7 @@ const plural = (n, one) => `${whole.format(n)} ${one}${n === 1 ? "" : "s"}`;
 const brief = id => `${id.slice(0, 8)}…`;
 const title = ({id, name}) => name || brief(id); // what a chunk is called
 const shortened = name => (name.length > 14 ? `${name.slice(0, 13)}…` : name);
+const conditions = ({preamble, lora_path}) => [preamble && "behind a preamble", lora_path].filter(Boolean); // of its KV
 const titleAndId = ({id, name}) => (name ? `${name}, ${id}` : id);
 
 function percent(part, all) {

@@ -20,7 +20,8 @@ async function list(more) {
 function listed(chunk) {
   const {id, tokens, hits, state, users, last_use, pinned} = chunk;
   const named = element("span", {class: chunk.name ? "name" : "id"}, title(chunk));
-  const button = element("button", {class: "row", title: titleAndId(chunk)}, swatch(id), named);
+  const tags = conditions(chunk).map(text => element("span", {class: "tag"}, text));
+  const button = element("button", {class: "row", title: titleAndId(chunk)}, swatch(id), named, ...tags);
   const head = element("th", {scope: "row"}, leadTo(button, id, chunk.cache_salt));
   const [used, kept] = [last_use ? ago(last_use) : "–", pinned ? "yes" : ""];
   const cells = [whole.format(tokens), whole.format(hits), state, String(users), used, kept];

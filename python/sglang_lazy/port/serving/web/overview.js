@@ -53,13 +53,17 @@ function makeTier() {
 }
 
 function showTier(shown, {name, size, free, other, uses}) {
-  const unknown = size - free - uses.reduce((total, [, , {tokens}]) => total + tokens, 0);
-  const all = [...uses, ["other", other, {tokens: Math.max(0, unknown)}], ["free", "free", {tokens: free}]];
-  const share = shares(all.map(([, , {tokens}]) => tokens));
+  const counted = uses.reduce((total, [, , {tokens}]) => total + tokens, 0), rest = Math.max(0, size - free - counted);
+  const all = [...uses, ["other", other, {tokens: rest}], ["free", "free", {tokens: free}]];
+  // A beginning that several chunks share counts for each, so that together they may have more than there is.
+  const fit = Math.min(1, (size - free) / counted || 0);
+  const kept = all.map(([, , {tokens}], i) => tokens * (i < uses.length ? fit : 1));
+  const share = shares(kept);
   const [title, bar, table] = shown.children;
-  title.textContent = `${name}: ${whole.format(size)} tokens, ${whole.format(size - free)} taken`;
+  const twice = fit < 1 && counted ? "; a beginning that chunks share counts for each" : "";
+  title.textContent = `${name}: ${whole.format(size)} tokens, ${whole.format(size - free)} taken${twice}`;
   bar.setAttribute("aria-label", all.map(([, label], i) => `${label} ${share[i]}`).join(", "));
-  fill(bar, all, () => element("i"), (segment, [kind, , {tokens}]) => {
+  fill(bar, all.map(([kind], i) => [kind, kept[i]]), () => element("i"), (segment, [kind, tokens]) => {
     segment.className = kind;
     segment.style.width = `${100 * tokens / size}%`;
   });
@@ -181,6 +185,7 @@ function showList(list, field) {
     tag.textContent = [
       chunk.pinned && list !== "pinned" && "pinned",
       chunk.state !== "resident" && chunk.state,
+      ...conditions(chunk),
       chunk.users && `${chunk.users} now`,
       $("all").checked && chunk.cache_salt,
     ].filter(Boolean).join(" · ");

@@ -16,7 +16,8 @@ async function call(method, path, query, body) {
   const answer = await fetch(`${path}?${given}`, {method, headers, body: body && JSON.stringify(body)});
   const told = await answer.json();
   if (answer.ok) return told;
-  throw Object.assign(new Error(told.message || told.error?.message || told.error || told.detail || answer.statusText), {status: answer.status});
+  const words = told.message || told.error?.message || told.error || told.detail || answer.statusText;
+  throw Object.assign(new Error(words), {status: answer.status});
 }
 
 const reason = error => (error.status ? error.message : "The server does not answer; trying again.");
