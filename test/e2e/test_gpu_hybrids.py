@@ -25,11 +25,15 @@ NUM_TOKENS = 12
 WIDER = {
     "lfm2": {"hidden_size": 256, "num_attention_heads": 2},
     "qwen3.5": {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "granite4": {"hidden_size": 256, "mamba_d_head": 64},
+    "falcon-h1": {"head_dim": 128},
 }
 SYNCHRONOUS = {"attention_backend": "fa3", "disable_overlap_schedule": True}
 WAYS = {
     "lfm2": SYNCHRONOUS,
     "qwen3.5": SYNCHRONOUS,
+    "granite4": SYNCHRONOUS,
+    "falcon-h1": SYNCHRONOUS,
     # With batches that end within a fill, and within its chunks.
     "qwen3.5 in parts": {**SYNCHRONOUS, "chunked_prefill_size": 512},
 }
