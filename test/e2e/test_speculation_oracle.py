@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from served import TWO_RANKS
 from test_oracle_matrix import GROUPS, Served, reuse
 
 from fakes import speculation_on_cpu
@@ -68,6 +69,7 @@ WAYS = {
     "STANDALONE synchronous": ("STANDALONE", {"disable_overlap_schedule": True, "chunked_prefill_size": 64}),
     "STANDALONE by one": ("STANDALONE", chain(1)),
     "STANDALONE by seven": ("STANDALONE", {**chain(7), "chunked_prefill_size": 64}),
+    "STANDALONE on two ranks": ("STANDALONE", {"tp_size": 2}),
     "EAGLE": ("EAGLE", {}),
     "EAGLE synchronous": ("EAGLE", {"disable_overlap_schedule": True}),
     "EAGLE3": ("EAGLE3", {"chunked_prefill_size": 64}),
@@ -77,7 +79,9 @@ WAYS = {
 @pytest.fixture(scope="module", params=[pytest.param(way, marks=pytest.mark.xdist_group(way)) for way in WAYS])
 def served(request, model_dir, with_plugin):
     algorithm, options = WAYS[request.param]
-    with with_plugin(speculation_on_cpu.load):
+    with with_plugin(speculation_on_cpu.load), pytest.MonkeyPatch.context() as environment:
+        for name, value in TWO_RANKS.items() if "tp_size" in options else ():
+            environment.setenv(name, value)
         served = Speculating(algorithm, model_dir, **options)
     yield served
     served.engine.shutdown()

@@ -116,7 +116,6 @@ DRAFTING = {
     "enable_mixed_chunk": False,
     "enable_lora": None,
     "lora_paths": None,
-    "tp_size": 1,
 }
 TREE = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 UNFIT_TO_DRAFT = [
@@ -133,7 +132,6 @@ UNFIT_TO_DRAFT = [
     ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
     ({"enable_lora": True}, "LoRA"),
     ({"lora_paths": ["a"]}, "LoRA"),
-    ({"tp_size": 2}, "--tp-size"),
 ]
 
 

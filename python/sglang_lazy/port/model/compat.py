@@ -161,7 +161,6 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
         ),
         "--speculative-algorithm with --enable-mixed-chunk: such a step verifies nothing": flags.enable_mixed_chunk,
         "--speculative-algorithm with LoRA: not tested": bool(flags.enable_lora or flags.lora_paths),
-        "--speculative-algorithm with --tp-size over 1: not tested": flags.tp_size > 1,
     }
 
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -126,8 +127,9 @@ def follow_prompts(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args
     parts, input_ids = [], forward_batch.input_ids
     for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         following = tokens_after(req)
-        parts.append([UNKNOWN] * length if following is None else following[start : start + length])
-    known = to_device(torch.tensor([token for part in parts for token in part]).numpy(), input_ids.device)
+        known = np.full(length, UNKNOWN) if following is None else np.asarray(following)[start : start + length]
+        parts.append(known)
+    known = to_device(np.concatenate(parts), input_ids.device)
     forward_batch.input_ids = torch.where(known == UNKNOWN, input_ids, known.to(input_ids.dtype))
 
 
