@@ -14,6 +14,7 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import ChunkNodes, as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -74,7 +75,7 @@ class ProbeSums:
             linked, qo_indptr=self.qo_indptr, q_positions=self.q_positions, max_extend_len=self.max_extend_len
         )
 
-    def deliver(self, reqs: Sequence[Any], all_reduce: AllReduce) -> None:
+    def deliver(self, reqs: Sequence[Request], all_reduce: AllReduce) -> None:
         """Add the sums to each probe of the batch."""
         sums, place = all_reduce(self.sums), 0
         for row in self._rows:
@@ -84,7 +85,7 @@ class ProbeSums:
             place += len(row.positions)
 
 
-def measure_deviation(req: Any, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+def measure_deviation(req: Request, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
     """Compare a probe's keys with the cached ones, in `chunks`, after its last pass.
 
     Cached keys are rotated to their positions in the prompt first. Where the first layer has seen the same tokens, they
@@ -116,7 +117,7 @@ def sees_others(chunk: ChunkSlice, window: int | None) -> np.ndarray:
     return np.ones(chunk.num_kept, dtype=bool) if window is None else chunk.indices + num_same < window - 1
 
 
-def measure_key_size(req: Any, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+def measure_key_size(req: Request, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
     """Measure the size of a probe's cached keys (see `Policy.choose`), in `chunks`, after its last pass."""
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None

@@ -1,7 +1,6 @@
 """Rows of fills: laid out over cached KV, and published to the tree when the batch that computes them is formed."""
 
 import time
-from typing import Any
 
 import torch
 
@@ -9,11 +8,12 @@ from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.row_order import FillRow
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
 
-def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]:
+def match(rows: RowCache, req: Request, fill: Fill) -> tuple[torch.Tensor, RowNodes]:
     """Lay out the row of a fill; returns the slots of the cached parts of its preamble and chunks, and their nodes.
 
     Sets `fill.row` and puts the request's tokens into its order. The last token of each chunk is always
@@ -43,7 +43,7 @@ def reserve(rows: RowCache, fill: Fill) -> None:
         fill.own_states = list(fill.states)
 
 
-def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
+def publish(rows: RowCache, req: Request, fill: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
     """Give the chunks and the preamble that a fill's batch completes to the tree, locked until the fill ends.
 
     slots: int64, the slots that the batch writes, following the fill's cached prefix.
@@ -77,7 +77,7 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
     return nodes_by_key
 
 
-def end(rows: RowCache, req: Any, fill: Fill) -> None:
+def end(rows: RowCache, req: Request, fill: Fill) -> None:
     """Free what a fill that ends or is retracted has beside its row, which SGLang releases."""
     if rows.store.states is not None:
         rows.store.states.pool.free(fill.own_states)

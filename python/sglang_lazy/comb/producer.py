@@ -5,7 +5,6 @@ decoder's begins, and it writes KV of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class EncoderProducer:
         for chunk in chunks:
             self.pending[chunk.key] = Encoding(chunk, parent, self.allocate(chunk.num_tokens))
 
-    def wait(self, parent: Request, keys: Iterable[ChunkKey]) -> list[Any] | None:
+    def wait(self, parent: Request, keys: Iterable[ChunkKey]) -> list[Request] | None:
         missing = {key: self.pending[key] for key in keys}
         for encoding in missing.values():
             if parent not in encoding.parents:

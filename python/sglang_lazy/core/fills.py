@@ -4,11 +4,12 @@ import dataclasses
 import functools
 from array import array
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.row_order import FillRow
 
 
@@ -39,8 +40,8 @@ class Fill:
     """
 
     chunks: Sequence[ChunkSlice]
-    owner: Any
-    parents: list[Any] = dataclasses.field(default_factory=list)
+    owner: Request
+    parents: list[Request] = dataclasses.field(default_factory=list)
     row: FillRow = dataclasses.field(init=False)
     published: bool = False
     duplicates: torch.Tensor = dataclasses.field(init=False)
@@ -71,15 +72,18 @@ class Encoding:
     """
 
     chunk: ChunkSlice
-    owner: Any
+    owner: Request
     slots: torch.Tensor
-    parents: list[Any] = dataclasses.field(default_factory=list)
+    parents: list[Request] = dataclasses.field(default_factory=list)
 
     @property
     def chunks(self) -> tuple[ChunkSlice, ...]:
         return (self.chunk,)
 
 
-def chunks_of(work: Any) -> Sequence[ChunkSlice]:
+def chunks_of(work: Encoding | Request) -> Sequence[ChunkSlice]:
     """The chunks of what a producer has under way: an `Encoding` or a fill's request."""
-    return work.chunks if isinstance(work, Encoding) else work.lazy.chunks
+    if isinstance(work, Encoding):
+        return work.chunks
+    assert isinstance(work.lazy, Fill)
+    return work.lazy.chunks

@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt, Ranges
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.segments import PromptLayout
 
 Preamble = Literal["none", "neutral", "lead"]
@@ -185,13 +186,13 @@ class Policy:
     def warm_up(self, model: ServedModel) -> None:
         """Compile what the policy launches; called at start-up for the server's default policy."""
 
-    def begin(self, req: Any, rows: Any) -> None:
+    def begin(self, req: Request, rows: Any) -> None:
         """Called when the row of `req` has been assigned and its chunks have slots.  rows: the cache's `RowCache`."""
 
-    def before_forward(self, reqs: Sequence[Any], model: ServedModel, rows: Any) -> None:
+    def before_forward(self, reqs: Sequence[Request], model: ServedModel, rows: Any) -> None:
         """Launch what must precede a batch's forward pass, on its stream.  reqs: its requests with this policy."""
 
-    def end(self, req: Any, rows: Any) -> None:
+    def end(self, req: Request, rows: Any) -> None:
         """Called when the row of `req` is about to be released."""
 
 

@@ -18,6 +18,7 @@ from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import (
     ChunkNodes,
     LinkedRequest,
@@ -71,13 +72,13 @@ class ChunkAdmission:
         self.control = ChunkControl(rows, self.pins)
         self.warnings = Warnings(self.store.counts)
         self.ahead = Ahead()
-        self.holders: list[Any] = []
+        self.holders: list[Request] = []
         self.linked_waiting = False
-        self.shown: list[Any] | None = None
-        self.internal: set[Any] = set()
+        self.shown: list[Request] | None = None
+        self.internal: set[Request] = set()
         self.gave_back = False
         self.keeps_locks = False
-        self._waiting: list[Any] = []
+        self._waiting: list[Request] = []
         self.left_out_adapters: set[str | None] = set()
         self.store.tree.release_lock = self.revoke_newest
 
@@ -88,7 +89,7 @@ class ChunkAdmission:
 
     # Batch formation
 
-    def show(self, waiting_queue: list[Any], running: Sequence[Any]) -> None:
+    def show(self, waiting_queue: list[Request], running: Sequence[Request]) -> None:
         """Reduce the scheduler's sorted queue to what batch formation may see."""
         candidates = self.candidates(running)
         if candidates is not waiting_queue:
@@ -111,7 +112,7 @@ class ChunkAdmission:
         """How many requests of users wait, also while only part of them is in the scheduler's queue."""
         return len(self.facts.waiting if self.shown is None else self._waiting)
 
-    def candidates(self, running: Sequence[Any]) -> list[Any]:
+    def candidates(self, running: Sequence[Request]) -> list[Request]:
         """The waiting queue as batch formation may see it; admits parents while memory lasts."""
         self.reconcile()
         waiting, chunked = self.facts.waiting, self.facts.chunked
@@ -130,7 +131,7 @@ class ChunkAdmission:
                 break
         return candidates.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
 
-    def _blocked(self, req: Any, num_short: float) -> None:
+    def _blocked(self, req: Request, num_short: float) -> None:
         self.warnings.blocked(self.facts.rid(req), num_short, self.pins.num_tokens.total())
 
     def cached(self, state: LinkedRequest) -> Nodes:
@@ -145,7 +146,7 @@ class ChunkAdmission:
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
         ]
 
-    def _admit(self, req: Any, state: LinkedRequest, nodes: Nodes) -> list[Any] | None:
+    def _admit(self, req: Request, state: LinkedRequest, nodes: Nodes) -> list[Request] | None:
         """Lock the chunks of a parent that are cached at `nodes`, load those on the host, and produce the others.
 
         Returns the requests that must run first, None if the next batch has enough to compute already.
@@ -179,7 +180,7 @@ class ChunkAdmission:
         """
         taken = self.facts.taken(batch)
         published: dict[ChunkKey, Node] = {}
-        parents: dict[Any, None] = {}
+        parents: dict[Request, None] = {}
         for work, ends in self.producer.publish(taken, self.facts.slots(batch), self.rows):
             published |= ends
             parents.update(dict.fromkeys(work.parents))
@@ -202,7 +203,7 @@ class ChunkAdmission:
 
     # The end of internal requests
 
-    def is_abandoned(self, req: Any | None) -> bool:
+    def is_abandoned(self, req: Request | None) -> bool:
         """Whether an internal request computes for nobody. A parent without locks wants its chunks, too: one that has
         not been admitted, or whose locks were revoked."""
         if req is None or not is_internal(req):
@@ -217,7 +218,7 @@ class ChunkAdmission:
         states = (linked(stand_in(other)) for other in waiting)
         return not any(chunk.key in keys for state in states if state is not None for chunk in state.prompt.chunks)
 
-    def end(self, req: Any, done: bool) -> None:
+    def end(self, req: Request, done: bool) -> None:
         """An internal request has given back its row.  done: whether it has computed all."""
         self.internal.discard(req)
         self.gave_back = True
@@ -225,7 +226,7 @@ class ChunkAdmission:
             self.arrival.end_probe(req, done)
 
     @staticmethod
-    def _parent_of(probe_req: Any) -> Any:
+    def _parent_of(probe_req: Request) -> Request:
         probe = as_linked(probe_req).probe
         assert probe is not None
         return probe.parent
@@ -260,7 +261,7 @@ class ChunkAdmission:
         else:
             self.revoke_newest()
 
-    def make_room_to_go_on(self, running: Sequence[Any]) -> None:
+    def make_room_to_go_on(self, running: Sequence[Request]) -> None:
         """Free memory for the next step: SGLang aborts the last request of a batch that has no slot for another token,
         and computes the next piece of a prompt whether or not there is room for it.
         """
@@ -285,7 +286,7 @@ class ChunkAdmission:
         self.pins.give_up()
         return True
 
-    def _release(self, req: Any) -> None:
+    def _release(self, req: Request) -> None:
         self.holders.remove(req)
         self.gave_back = True
         state = as_linked(req)

@@ -1,8 +1,8 @@
 """Requests that compute chunks ahead of use give way to those that somebody waits for."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import is_ahead
 
 PATIENCE = 8
@@ -19,7 +19,7 @@ class Ahead:
         self.waiting = False
         self._num_passes = 0  # with somebody else to serve
 
-    def behind(self, queue: list[Any], serving: Callable[[], bool]) -> Iterator[Any]:
+    def behind(self, queue: list[Request], serving: Callable[[], bool]) -> Iterator[Request]:
         """The requests of `queue`, which is sorted in place, that the next batch may take.
 
         serving: whether anybody else is served; called when all others of the queue have been taken.

@@ -4,7 +4,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.segments import ChunkLimit, PromptLayout
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
 from sglang_lazy.policies import policy_elsewhere
@@ -59,7 +60,7 @@ class Arrival:
         """Forget what policies chose for earlier prompts: the cache has been emptied."""
         self._choices = Choices()
 
-    def receive(self, req: Any) -> None:
+    def receive(self, req: Request) -> None:
         """Set the state of a request with chunks; an invalid one will be answered with a 400."""
         if lazy_state(req) is not None or self.facts.is_refused(req):
             return
@@ -69,7 +70,7 @@ class Arrival:
             self.store.counts.refused[reason_of(error)] += 1
             self.facts.refuse(req, str(error))
 
-    def _state(self, req: Any) -> LinkedRequest | Undecided | None:
+    def _state(self, req: Request) -> LinkedRequest | Undecided | None:
         layout = requested_layout(self.facts, req)
         if layout is None:
             return None
@@ -102,7 +103,7 @@ class Arrival:
 
     def _linked(
         self,
-        req: Any,
+        req: Request,
         layout: PromptLayout,
         policy: Policy,
         kept: Sequence[Ranges],
@@ -135,7 +136,7 @@ class Arrival:
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
         return self._found(prompt, policy, layout.ahead)
 
-    def _cross(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
+    def _cross(self, req: Request, layout: PromptLayout, policy: Policy) -> LinkedRequest:
         """The state for a model with cross-attention. Reduces the request's prompt to its text."""
         facts = self.facts
         prompt, text = LinkedPrompt.build_cross(facts.prompt(req), layout, facts.extra_key(req), facts.adapter(req))
@@ -166,7 +167,7 @@ class Arrival:
         recurrent = self.limits.traits.recurrent
         return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead, recurrent=recurrent)
 
-    def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
+    def _check_fits(self, req: Request, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
         """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
         each chunk into the model's positions. Cuts the answer to what fits with them, as SGLang does without chunks.
         """
@@ -224,7 +225,7 @@ class Arrival:
 
     # Probes
 
-    def _undecided(self, req: Any, state: Undecided) -> Undecided | LinkedRequest | None:
+    def _undecided(self, req: Request, state: Undecided) -> Undecided | LinkedRequest | None:
         """`state` with a probe, or the decided state if nothing has to be measured; None if no chunk can be kept."""
         lens = [end - start for start, end in state.layout.chunks]
         # A deviation probe computes all chunk tokens at once.
@@ -245,7 +246,7 @@ class Arrival:
         state.probe.lazy = linked
         return state
 
-    def end_probe(self, probe_req: Any, done: bool) -> None:
+    def end_probe(self, probe_req: Request, done: bool) -> None:
         """Have the parent's policy choose now that a probe has ended; start another one unless it is `done`."""
         probe_state = as_linked(probe_req)
         assert probe_state.probe is not None
@@ -292,18 +293,18 @@ class Arrival:
                 kept[chunk.index] = ranges
         return kept
 
-    def _chooser(self, req: Any, layout: PromptLayout, policy: Policy) -> tuple:
+    def _chooser(self, req: Request, layout: PromptLayout, policy: Policy) -> tuple:
         """The key to remember choices by. It separates tenants: none learns from a choice what another asked."""
         return str(policy), self.facts.extra_key(req), self.facts.adapter(req), layout.cache_salt
 
 
-def requested_layout(facts: Facts, req: Any) -> PromptLayout | None:
+def requested_layout(facts: Facts, req: Request) -> PromptLayout | None:
     """The layout that came with `req`, or None. Raises ValueError if it is malformed."""
     packed = facts.layout(req)
     return None if packed is None else PromptLayout.unpack(packed, len(facts.prompt(req)))
 
 
-def check_request(facts: Facts, req: Any, layout: PromptLayout, max_chunks: int) -> None:
+def check_request(facts: Facts, req: Request, layout: PromptLayout, max_chunks: int) -> None:
     """Raise ValueError if `req` asks for something that cannot be combined with chunks."""
     ChunkLimit(max_chunks).check(len(layout.chunks))
     if unsupported := facts.unsupported(req):

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.scheduler.facts import Facts
 from sglang_lazy.scheduler.producer import Producer
@@ -23,7 +23,7 @@ class Budget:
         self.facts, self.rows, self.producer = facts, rows, producer
         self.max_growth = max_growth
 
-    def for_answers(self, running: Sequence[Any]) -> float:
+    def for_answers(self, running: Sequence[Request]) -> float:
         """The expected growth of running requests, in tokens."""
         growth = sum(self.growth(req) for req in running)
         return growth * self.facts.growth_ratio
@@ -46,7 +46,7 @@ class Budget:
         memory = self.rows.device.windows
         return self.num_free() if memory is None else min(self.num_free(), memory.free)
 
-    def windows_for_waiting(self, running: Sequence[Any]) -> float:
+    def windows_for_waiting(self, running: Sequence[Request]) -> float:
         """Window KV that waiting requests may claim, in tokens; infinite without a pool of its own."""
         if (memory := self.rows.device.windows) is None:
             return math.inf
@@ -63,12 +63,12 @@ class Budget:
         req = self.facts.chunked
         return 0 if req is None else self.facts.num_left(req)
 
-    def growth(self, req: Any) -> int:
+    def growth(self, req: Request) -> int:
         """How many tokens to reserve for the rest of the answer to `req`, with those drafted beyond it."""
         left = min(self.facts.max_new_tokens(req) - self.facts.num_output(req), self.max_growth)
         return left + self.facts.num_ahead
 
-    def own_need(self, req: Any, state: LinkedRequest | None) -> int:
+    def own_need(self, req: Request, state: LinkedRequest | None) -> int:
         """The most tokens that `req` itself will allocate: its text, its answer, and its policy's own slots."""
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
         return len(self.facts.prompt(req)) - shared + self.facts.num_output(req) + self.growth(req) + 1

@@ -3,10 +3,10 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import LinkedRequest, Undecided, lazy_state, linked, stand_in
 from sglang_lazy.scheduler.budget import Budget
 
@@ -34,15 +34,15 @@ class Candidates:
         self,
         store: ChunkStore,
         budget: Budget,
-        running: Sequence[Any],
+        running: Sequence[Request],
         alone: bool,
         cached: Callable[[LinkedRequest], Nodes],
-        admit: Callable[[Any, LinkedRequest, Nodes], list[Any] | None],
-        blocked: Callable[[Any, float], None],
+        admit: Callable[[Request, LinkedRequest, Nodes], list[Request] | None],
+        blocked: Callable[[Request, float], None],
     ):
         self.store, self.budget, self.alone = store, budget, alone
         self.cached, self.admit, self.blocked = cached, admit, blocked
-        self.requests: dict[Any, None] = {}
+        self.requests: dict[Request, None] = {}
         # In tokens: what the answers of running requests will take, and what further requests may claim.
         self._for_answers = budget.for_answers(running)
         self._free = budget.for_waiting(self._for_answers)
@@ -50,7 +50,7 @@ class Candidates:
         self._free_states = budget.states_for_waiting()
         self._leaves_out = self._takes_more = False
 
-    def add(self, waiting: Any) -> bool:
+    def add(self, waiting: Request) -> bool:
         """Add the next waiting request, or leave it out. Returns False if it and all after it must wait."""
         undecided = lazy_state(waiting)
         req = undecided.probe if isinstance(undecided, Undecided) else waiting
@@ -61,6 +61,7 @@ class Candidates:
         self._leaves_out |= req is not waiting
         if stand_in(waiting) is None:
             return self._leave_out(need)
+        assert req is not None, "its probe is made when it arrives"
         if state is None or state.ready:
             return self._take(waiting, req, state, need)
         if not state.admitted and self._awaits_storage(state):
@@ -68,7 +69,7 @@ class Candidates:
             return self._leave_out(need)
         return self._add_parent(waiting, req, state, need)
 
-    def _add_parent(self, waiting: Any, req: Any, state: LinkedRequest, need: int) -> bool:
+    def _add_parent(self, waiting: Request, req: Request, state: LinkedRequest, need: int) -> bool:
         """Add a parent some of whose chunks are not locked yet."""
         nodes = self.cached(state)
         chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
@@ -95,7 +96,7 @@ class Candidates:
             return self._leave_out(need)
         return self._take(waiting, req, state, need)
 
-    def _take(self, waiting: Any, req: Any, state: LinkedRequest | None, need: int) -> bool:
+    def _take(self, waiting: Request, req: Request, state: LinkedRequest | None, need: int) -> bool:
         self._takes_more |= state is not None and state.num_own_slots > 0
         if self._exceeds(waiting, need):
             return False
@@ -108,7 +109,7 @@ class Candidates:
         self._leaves_out = True
         return True
 
-    def _exceeds(self, waiting: Any, need: int) -> bool:
+    def _exceeds(self, waiting: Request, need: int) -> bool:
         """Whether there might be no slots for it when the batch is formed. SGLang budgets for text only: slots that a
         policy takes in addition must be free, whatever else is in the batch; memory that admission had counted on may
         have been pinned since."""
@@ -117,14 +118,14 @@ class Candidates:
     def _awaits_storage(self, state: LinkedRequest) -> bool:
         return bool(self.store.fetching) and any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
 
-    def of_one_kind(self, chunked: Any, masks_images: bool) -> list[Any]:
+    def of_one_kind(self, chunked: Request | None, masks_images: bool) -> list[Request]:
         """The collected requests of the first one's kind, or of that of the request in chunked prefill.
 
         A batch has one kind: deviation probes run only the first layers, and SGLang's mask that lets image tokens see
         later ones (`masks_images`) does not fit linked rows.
         """
 
-        def kind(req: Any) -> tuple[bool, bool]:
+        def kind(req: Request) -> tuple[bool, bool]:
             state, images = linked(req), self.budget.facts.has_media(req)
             return state is not None and state.recomputes, images and masks_images
 

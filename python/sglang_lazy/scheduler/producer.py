@@ -10,29 +10,30 @@ import torch
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks import fill_rows
 from sglang_lazy.chunks.row_cache import RowCache
-from sglang_lazy.core.fills import Fill
+from sglang_lazy.core.fills import Encoding, Fill, chunks_of
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.scheduler.facts import Facts, Taken
 
-NewRequest = Callable[[str, array, Any], Any]
+NewRequest = Callable[[str, array, Request], Request]
 """Creates a prefill-only request without a client from its id, its tokens, and the request that it serves."""
 
 
 class Producer(Protocol):
     """Makes missing chunks resident. Those in progress are in `ChunkStore.pending`."""
 
-    def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
+    def produce(self, parent: Request, chunks: Sequence[ChunkSlice]) -> None:
         """Start producing `chunks`, none of them pending, on behalf of `parent`."""
 
-    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any] | None:
+    def wait(self, parent: Request, keys: Iterable[ChunkKey]) -> list[Request] | None:
         """Register `parent` as waiting for pending chunks.
 
         Returns the requests to schedule before it, None if it must wait for a later batch.
         """
 
-    def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
+    def leave(self, parent: Request, keys: Iterable[ChunkKey]) -> None:
         """Unregister `parent`, which no longer waits for these chunks."""
 
     def started(self, key: ChunkKey) -> bool:
@@ -43,7 +44,7 @@ class Producer(Protocol):
 
     def publish(
         self, taken: Sequence[Taken], slots: torch.Tensor, rows: RowCache
-    ) -> Iterator[tuple[Any, dict[ChunkKey, Node]]]:
+    ) -> Iterator[tuple[Fill | Encoding, dict[ChunkKey, Node]]]:
         """Give the tree the chunks that a prefill batch computes, once its rows are assigned.
 
         taken: the batch's requests.  slots: those that it writes, int64.
@@ -51,7 +52,7 @@ class Producer(Protocol):
         Yields each completed `Fill` or `Encoding`, and the nodes where its chunks end.
         """
 
-    def forget(self, req: Any) -> None:
+    def forget(self, req: Request) -> None:
         """Drop the chunks of an internal request that was retracted."""
 
     def before_forward(self) -> None:
@@ -73,7 +74,7 @@ class FillProducer:
         self.max_tokens = max_tokens
         self._ids = itertools.count()
 
-    def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
+    def produce(self, parent: Request, chunks: Sequence[ChunkSlice]) -> None:
         for share in shares(chunks, self.max_tokens):
             fill, tokens = Fill(share, parent), array("q")
             for part in fill.parts:
@@ -83,7 +84,7 @@ class FillProducer:
             req.lazy = fill
             self.pending.update(dict.fromkeys((chunk.key for chunk in share), req))
 
-    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any]:
+    def wait(self, parent: Request, keys: Iterable[ChunkKey]) -> list[Request]:
         reqs = list(dict.fromkeys(self.pending[key] for key in keys))
         for req in reqs:
             if parent not in req.lazy.parents:
@@ -91,7 +92,7 @@ class FillProducer:
                 self.facts.hurry(req, parent)
         return [req for req in reqs if not self.facts.is_launched(req)]
 
-    def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
+    def leave(self, parent: Request, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
             if key in self.pending and parent in self.pending[key].lazy.parents:
                 self.pending[key].lazy.parents.remove(parent)
@@ -122,9 +123,9 @@ class FillProducer:
     def before_forward(self) -> None:
         """Do nothing: fills are requests, which the pass itself computes."""
 
-    def forget(self, req: Any) -> None:
+    def forget(self, req: Request) -> None:
         """Drop a fill's chunks from `pending`: they are published, or the fill was aborted or retracted."""
-        for chunk in req.lazy.chunks:
+        for chunk in chunks_of(req):
             if self.pending.get(chunk.key) is req:
                 del self.pending[chunk.key]
 
