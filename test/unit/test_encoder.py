@@ -318,7 +318,7 @@ def test_lost_slots_are_reported():
     loop.submit(DOCS[4])
     loop.run()
     loop.pools.chunk_slots.alloc(2)
-    with pytest.raises(RuntimeError, match="2 slots of chunks lost"):
+    with pytest.raises(RuntimeError, match="2 slots of chunks and 0 states lost"):
         loop.step()
 
 
