@@ -256,7 +256,7 @@ def test_workers_without_our_hooks_are_refused(monkeypatch):
 def test_keywords():
     kwargs = {"model_path": "m", "lazy_max_chunks": 3, "lazy_default_link": "copy"}
     assert pop_keywords(kwargs) == LazyConfig(max_chunks=3, default_link="copy") and kwargs == {"model_path": "m"}
-    with pytest.raises(TypeError, match="unexpected keyword 'lazy_link', expected one of lazy_kernels"):
+    with pytest.raises(TypeError, match="unexpected keyword 'lazy_link', expected one of lazy_default_link"):
         pop_keywords({"lazy_link": "copy"})
 
 

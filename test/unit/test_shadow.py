@@ -72,7 +72,7 @@ def user_request(plan=PLAN, **params):
     params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: plan.pack(), "mine": 1}, **params}
     return SimpleNamespace(
         rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", cache_salt="tenant",
-        lora_path=None, image_data=None, log_metrics=True,
+        lora_path=None, lora_id=None, image_data=None, log_metrics=True,
         custom_logit_processor=None, require_reasoning=False, max_thinking_tokens=None,
     )  # fmt: skip
 
