@@ -31,7 +31,7 @@ OPTIONS = dict(
     disable_cuda_graph=True,
     log_level="error",
 )
-MIN_CHUNK = {"lfm2": 2}
+MIN_CHUNK = {"lfm2": 2, "qwen3.5": 3, "granite4": 3, "falcon-h1": 3}
 """The width of convolutions, less one: shorter chunks are text."""
 
 
@@ -94,10 +94,12 @@ def on_one_worker(name: str):
 
 @pytest.fixture(scope="module", params=map(on_one_worker, MIN_CHUNK))
 def served(request, model_dir, with_plugin):
+    # Chunks and prompts are cut into parts.
+    options = {"chunked_prefill_size": 64} if request.param in ("qwen3.5", "falcon-h1") else {}
     with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
         for name, value in hybrids_on_cpu.ENVIRONMENT.items():
             environment.setenv(name, value)
-        served = Served(request.param, model_dir)
+        served = Served(request.param, model_dir, **options)
     yield served
     served.engine.shutdown()
 
@@ -112,6 +114,21 @@ def test_cold_warm_reordered_and_between_text(served):
     for prompt in ([b, a, question], [a, between, a, question], [start, c, b, a, b, dice.text(1)]):
         new = [segment is c for segment in prompt if segment.kind == "chunk"]
         assert hits(*served.answer(prompt)) == [not each for each in new]
+
+
+def test_second_turns_compute_only_what_is_new(served):
+    """After an answer, also with more chunks; and from the beginning once the states are gone."""
+    dice = Dice("turns")
+    a, b, c = dice.chunks(3, 20, 40)
+    turns = [dice.text(9), a, dice.text(5), b, dice.text(12)]
+    for segments in ([dice.text(3)], [dice.text(4), c, dice.text(2)], [dice.text(6)]):
+        (output,) = served.answer(turns)
+        num_known, turns = len(token_ids(turns)) + NUM_TOKENS - 1, [*turns, text(output["output_ids"]), *segments]
+        (output,) = served.answer(turns)
+        assert output["meta_info"]["cached_tokens"] >= num_known
+    served.engine.flush_cache()
+    (output,) = served.answer(turns)
+    assert hits(output) == [False] * 3 and output["meta_info"]["cached_tokens"] == 0
 
 
 def test_scenarios(served):

@@ -204,6 +204,10 @@ def test_full_prefill_graphs_do_not_fit_without_a_host_tier_either():
 WITH_STATES = {
     "mamba_radix_cache_strategy": "no_buffer",
     "disable_overlap_schedule": True,
+    "enable_mixed_chunk": False,
+    "enable_lora": False,
+    "lora_paths": None,
+    "tp_size": 1,
     "speculative_algorithm": None,
     "enable_hierarchical_cache": False,
     "enable_linear_replayssm": False,
@@ -229,6 +233,10 @@ def test_the_defaults_fit_recurrent_layers():
     [
         ("mamba_radix_cache_strategy", "extra_buffer", "--mamba-radix-cache-strategy extra_buffer"),
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("enable_mixed_chunk", True, "--enable-mixed-chunk"),
+        ("enable_lora", True, "LoRA"),
+        ("lora_paths", ["a"], "LoRA"),
+        ("tp_size", 2, "--tp-size"),
         ("disable_overlap_schedule", False, "--disable-overlap-schedule"),
         ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
         ("enable_linear_replayssm", True, "--enable-linear-replayssm"),
@@ -442,6 +450,14 @@ def test_unfit_rotary_embeddings():
     for rope, reason in ((None, "layers without a rotary embedding"), (mrope, "YaRNScalingMRotaryEmbedding")):
         (given,) = compat.unfit_model(runner(Layer(rope)))
         assert reason in given
+
+
+def test_attention_without_rotation_beside_recurrent_layers():
+    """There it is what the model means; but an attention layer that the check does not find is refused."""
+    hidden = torch.nn.ModuleList([Layer().attn])
+    assert compat._unfit_layers(torch.nn.ModuleList([Layer()]), may_lack_rotation=True) == []
+    (given,) = compat._unfit_layers(hidden, may_lack_rotation=True)
+    assert "layers without a rotary embedding" in given
 
 
 def test_positions_of_several_axes():

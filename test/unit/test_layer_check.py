@@ -39,6 +39,28 @@ class AttentionOfOtherNames(Attention):
         return super().forward(position_ids, hidden_states, forward_batch)
 
 
+class DecoderLayer(Attention):
+    """As in Qwen3.5 and Falcon-H1: a whole decoder layer has the attention, in a method of its own."""
+
+    def self_attention(self, positions, hidden_states, forward_batch):
+        return super().forward(positions, hidden_states, forward_batch)
+
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        raise NotImplementedError("norms and more, which the check does not need")
+
+
+class WithoutPositions(Attention):
+    """As in Granite 4 and Nemotron-H: no rotation, and no positions."""
+
+    def __init__(self, after):
+        super().__init__(True, HEAD_DIM, after)
+        self.rotary_emb = None
+
+    def forward(self, hidden_states, forward_batch):
+        q, k, v = self.proj(hidden_states).split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], dim=-1)
+        return self.attn(self.after(q, None), k, v, forward_batch)
+
+
 def unchanged(x, _positions):
     return x
 
@@ -46,6 +68,21 @@ def unchanged(x, _positions):
 def check_all(*layers):
     model = torch.nn.ModuleList(layers)
     return check_layers(model, describe_layers(model, 2048, "cpu"), HIDDEN, torch.float32)
+
+
+def test_a_decoder_layer():
+    check_all(DecoderLayer(True, HEAD_DIM, unchanged))
+    with pytest.raises(ValueError, match="DecoderLayer of layer 0: rotating a query or key back"):
+        check_all(DecoderLayer(True, HEAD_DIM, lambda x, positions: x * (1 + positions[:, None])))
+
+
+def test_a_layer_without_a_rotation():
+    """Its queries are not rotated back, either; and one whose queries differ by row in another way is found."""
+    (layer,) = check_all(WithoutPositions(unchanged)).values()
+    assert (layer.rope.cos_sin_cache[1000] == layer.rope.cos_sin_cache[0]).all()
+    rows = torch.arange(4.0)[:, None]
+    with pytest.raises(ValueError, match="WithoutPositions of layer 0: rotating a query or key back"):
+        check_all(WithoutPositions(lambda x, _: x * (1 + rows[: len(x)])))
 
 
 def check(after, is_neox=True, rotary_dim=HEAD_DIM):

@@ -15,7 +15,10 @@ from oracle.vision import VISION_MODELS
 from sglang_lazy.port.model import compat
 
 COMB = "CombLlamaForConditionalGeneration"
-OWN = {COMB, *(f"{spec.config_class.removesuffix('Config')}ForCausalLM" for spec in HYBRIDS.values())} & compat.TESTED
+OWN = {
+    COMB,
+    *(f"{re.sub('(Text)?Config', '', spec.config_class)}ForCausalLM" for spec in HYBRIDS.values()),
+} & compat.TESTED
 """Those that have tests of their own."""
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.policies import get_policy
 from sglang_lazy.recurrent.pieces import Chunk, ChunkRow, Pieces, Text, TextRow
-from sglang_lazy.recurrent.rows import rows_of
+from sglang_lazy.recurrent.rows import RowStates, rows_of
 
 
 def linked(length: int, *chunks: tuple[int, int]) -> LinkedRequest:
@@ -27,9 +27,9 @@ def linked(length: int, *chunks: tuple[int, int]) -> LinkedRequest:
     return state
 
 
-def rows(state, start, count, slots=()):
+def rows(state, start, count, slots=(), text=None):
     """The rows of one request that computes `count` tokens after the first `start` of its row."""
-    return rows_of(Pass([state], [start], [count]), [slots])
+    return rows_of(Pass([state], [start], [count]), [RowStates(slots, text)])
 
 
 def test_plain_text():
@@ -59,6 +59,19 @@ def test_a_prompt_in_parts(cut):
         return [each for part in parts for each in ([None] * part.num_tokens if isinstance(part, Text) else [part])]
 
     assert tokens(first.parts) + tokens(second.parts) == tokens(whole.parts)
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_second_turn(cut):
+    """It begins in the state after its cached text, which has gone through the chunks before that."""
+    state = linked(20, (2, 6), (7, 10), (13, 15))
+    state.row = Row(state.prompt, [2, 1, 1, 0], 20)  # the third span begins at 10
+    (first,), (second,) = rows(state, 13, cut, (31, 32, 33), 40), rows(state, 13 + cut, 7 - cut, (31, 32, 33), 40)
+    assert first.parts[0] == Chunk(40) and not first.resumed and second.resumed
+    counts = [part if isinstance(part, Chunk) else part.num_tokens for part in [*first.parts[1:], *second.parts]]
+    assert [part for part in counts if isinstance(part, Chunk)] == [Chunk(33)]
+    before = counts[: counts.index(Chunk(33))]
+    assert sum(before) == 2 and sum(part for part in counts if part != Chunk(33)) == 7
 
 
 def test_chunks_being_computed():

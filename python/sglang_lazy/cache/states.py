@@ -140,6 +140,13 @@ class States(Part):
             raise RuntimeError(f"out of states: {count} wanted, {self.pool.available_size()} free")
         return slots
 
+    def spare(self) -> int | None:
+        """A slot that is free, or whose state no request reads; None if there is none."""
+        if not self.pool.available_size() and (node := self._heap.pop(self._unlocked)) is not None:
+            self._evict(node)
+        slots = self.pool.alloc(1)
+        return None if slots is None else slots[0]
+
     def _evict(self, node: Node) -> None:
         """A leaf cannot be read without its state, so it leaves the device unless it is held."""
         if self._tree.is_evictable(node):

@@ -14,7 +14,7 @@ from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.prompt import tokens_at
+from sglang_lazy.core.prompt import TextSpan, tokens_at
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.requests import Requests
 from sglang_lazy.core.row_order import Row
@@ -113,11 +113,35 @@ class RowCache:
     def _cached_text(self, state: LinkedRequest, ids: array, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
         """Per text span, the slots of its cached beginning and the node where it ends. Part of an image does not count
         as cached: SGLang embeds an image's tokens from one range of the row."""
-        last = state.prompt.spans[-1]
-        for span in state.prompt.spans:
-            tokens = tokens_at(ids, span.first(span.count_before(limit)) if span is last else span.positions)
+        if self.store.states is not None:
+            yield from self._text_to_a_state(state, ids, limit)
+            return
+        for span, tokens in self._text(state, ids, limit):
             slots, node = self.tree.find(tokens, span.namespace)
             yield slots if len(slots) >= span.image_len else slots[:0], node
+
+    def _text_to_a_state(self, state: LinkedRequest, ids: array, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
+        """The same with recurrent layers: all text up to the last state that is cached, and none without one."""
+        whole: list[tuple[torch.Tensor, Node]] = []
+        covered: list[tuple[torch.Tensor, Node]] = []
+        for span, tokens in self._text(state, ids, limit):
+            slots, node = self.tree.find(tokens, span.namespace)
+            if len(slots):
+                covered = [*whole, (slots, node)]
+            end = self.tree.end_of(tokens, span.namespace)
+            if end is None or end.slots is None or end.is_root:
+                break
+            whole.append((torch.cat(self.tree.slots_to(end)), end))
+        yield from covered
+        for _ in range(len(state.prompt.spans) - len(covered)):
+            yield self.no_slots, self.tree.root
+
+    @staticmethod
+    def _text(state: LinkedRequest, ids: array, limit: int) -> Iterator[tuple[TextSpan, array]]:
+        """Each text span and its tokens, up to `limit`."""
+        last = state.prompt.spans[-1]
+        for span in state.prompt.spans:
+            yield span, tokens_at(ids, span.first(span.count_before(limit)) if span is last else span.positions)
 
     def rank(self, req: Request, state: LinkedRequest, nodes: Sequence[Node | None]) -> tuple[int, int]:
         """How many tokens a waiting request would find cached on the device, and on the host, for ordering the queue.

@@ -34,11 +34,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+from sglang_lazy.attention.table import table_of
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks import fill_rows
 from sglang_lazy.chunks.row_cache import RowCache
-from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
+from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.room import Room
 from sglang_lazy.port.cache.tiers import HostMemories, Tiers
@@ -168,14 +169,31 @@ class CompositeCache:
         return node.slots[: req.prefix_len]
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
-        if (state := linked(req)) is not None:
-            if not (state.recomputes or state.recurrent):
+        if (state := linked(req)) is not None and state.recurrent:
+            self._save(req, state, up_to)
+        elif state is not None:
+            if not state.recomputes:
                 between_pieces = not req.finished() and req.inflight_middle_chunks > 0
                 num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
                 self.rows.publish(req, up_to, between_pieces, num_lost)
                 req.kv.cache_protected_len = up_to
         elif fill_of(req) is None:
             self.plain.checkpoint(req, up_to=up_to, **more)
+
+    def _save(self, req: Any, state: LinkedRequest, up_to: int) -> None:
+        """Publish the text of a request that ends, with the state after it, without which it could not be read. Chunks
+        computed ahead of use have no text that anybody continues."""
+        table, states = table_of(self.req_to_token_pool), self.store.states
+        assert table is not None
+        if state.ahead or not req.finished() or up_to != req.kv.kv_committed_len:
+            return
+        if (slot := states.spare()) is None:
+            return
+        table.recurrent.save(req, slot)
+        self.rows.publish(req, up_to, chunked=False, num_lost=0)
+        req.kv.cache_protected_len = up_to
+        if not states.give(req.last_node.spans[-1], slot):
+            states.pool.free([slot])
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         if (linked(req) or fill_of(req)) is not None and req.kv.holds_mamba:

@@ -21,8 +21,8 @@ from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.comb.compat import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
-from sglang_lazy.port.model.layers import attention_layers, window_of
-from sglang_lazy.port.model.recurrent import is_recurrent, num_attention_layers, state_layout
+from sglang_lazy.port.model.layers import attention_layers, attention_modules, window_of
+from sglang_lazy.port.model.recurrent import is_recurrent, keeps_states, num_attention_layers
 from sglang_lazy.port.model.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
@@ -40,6 +40,7 @@ TESTED = frozenset(
         "CohereForCausalLM",
         "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
+        "FalconH1ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
@@ -51,6 +52,7 @@ TESTED = frozenset(
         "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
         "InternLM3ForCausalLM",
         "Lfm2ForCausalLM",
         "LlamaForCausalLM",
@@ -68,6 +70,7 @@ TESTED = frozenset(
         "Qwen2MoeForCausalLM",
         "Qwen2VLForConditionalGeneration",
         "Qwen3ForCausalLM",
+        "Qwen3_5ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
@@ -178,6 +181,9 @@ def unfit_states(args: ServerArgs, config: ModelConfig) -> list[str]:
         "--speculative-algorithm with recurrent layers: a state has gone through drafts that are refused": (
             flags.speculative_algorithm is not None
         ),
+        "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
+        "LoRA with recurrent layers: not tested": bool(flags.enable_lora or flags.lora_paths),
+        "--tp-size over 1 with recurrent layers: not tested": flags.tp_size > 1,
         "--enable-linear-replayssm: the state of a request is not in its slot": (
             flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
         ),
@@ -219,8 +225,8 @@ def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
         return ["MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
     kinds = set(getattr(config.hf_text_config, "layer_types", None) or ())
     recurrent = sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention")
-    if is_recurrent(config) and state_layout(config) is None:
-        return ["recurrent layers other than short convolutions: chunks hold no state of theirs"]
+    if is_recurrent(config) and not keeps_states(config):
+        return ["recurrent layers: chunks hold states of short convolutions, Mamba-2 and gated delta rules only"]
     if recurrent and not is_recurrent(config):
         return [f"layers of type {', '.join(recurrent)}: chunks hold no recurrent state"]
     reasons = []
@@ -263,7 +269,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons += _unfit_to_draft(runner)
     if num_cross_layers(config):
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
-    return [*reasons, *_unfit_layers(runner.model)] or _unfit_pools(runner)
+    return [*reasons, *_unfit_layers(runner.model, may_lack_rotation=is_recurrent(config))] or _unfit_pools(runner)
 
 
 def _unfit_to_draft(runner: Any) -> list[str]:
@@ -301,12 +307,19 @@ def kv_scales(layer: Any) -> tuple[float, float]:
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
-def _unfit_layers(model: torch.nn.Module) -> list[str]:
-    """Reasons in the attention layers, each given once."""
+def _unfit_layers(model: torch.nn.Module, may_lack_rotation: bool) -> list[str]:
+    """Reasons in the attention layers, each given once.
+
+    may_lack_rotation: whether attention without positions is what the model means; elsewhere positions may be in its
+        embeddings.
+    """
+    probed = {module.attn for module in attention_modules(model)}
     reasons: dict[str, None] = {}
     for attn, rope in attention_layers(model):
         properties = {
-            "layers without a rotary embedding: linked attention rotates the queries of all": rope is None,
+            "layers without a rotary embedding: linked attention rotates the queries of all": (
+                rope is None and not (may_lack_rotation and attn in probed)
+            ),
             f"rotary embedding {type(rope).__name__}: its angles are not position times a fixed frequency": (
                 rope is not None and type(rope) not in INV_FREQ
             ),

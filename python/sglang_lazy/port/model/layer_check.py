@@ -36,7 +36,8 @@ def run_layer(
     device = cos_sin_cache.device
     seen: dict[str, torch.Tensor] = {}
     sinks = False
-    last = min(len(cos_sin_cache) - MAX_PREAMBLE_LEN, len(module.rotary_emb.cos_sin_cache)) - 1
+    rope, known = getattr(module, "rotary_emb", None), len(cos_sin_cache) - MAX_PREAMBLE_LEN
+    last = min(known, known if rope is None else len(rope.cos_sin_cache)) - 1
     places = sorted({min(position, last) for position in POSITIONS})
 
     def capture(q, k, v, forward_batch, save_kv_cache=True, **more):
@@ -51,18 +52,19 @@ def run_layer(
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(len(places) + 1, 1)
-    positions = on_axes(torch.tensor([0, *places], device=device), module.rotary_emb)
+    positions = on_axes(torch.tensor([0, *places], device=device), rope)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     arguments = dict(positions=positions, position_ids=positions, hidden_states=hidden, forward_batch=batch)
     if rotation is not None:
         arguments["position_embeddings"] = rotation(hidden, positions[None])
-    names = inspect.signature(module.forward).parameters
+    attention = getattr(module, "self_attention", module)  # the module may be the whole decoder layer
+    names = inspect.signature(getattr(attention, "forward", attention)).parameters
     # Models that fuse rotating and storing do not store without a KV pool of a known dtype.
     pools = SimpleNamespace(token_to_kv_pool=SimpleNamespace(dtype=None), req_to_token_pool=None)
     attn.forward = capture
     try:
         with forward_context(ForwardContext(attn_backend=pools)):
-            module(**{name: value for name, value in arguments.items() if name in names})
+            attention(**{name: value for name, value in arguments.items() if name in names})
     finally:
         del attn.forward
     return places, list(seen.values()), sinks

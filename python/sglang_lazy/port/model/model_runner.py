@@ -262,6 +262,8 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
         return False
     if runs and table is not None and isinstance(table.current, CrossBatch):  # graphs have no cross layers
         return False
+    if runs and table is not None and table.has_chunks and table.recurrent is not None:  # nor the pieces of a batch
+        return False
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
     padded = min(size for size in graph_runner.capture_num_tokens if size > num_tokens)

@@ -1,5 +1,6 @@
 """Models with recurrent layers: their pool of states, its share of the memory, and the layers' own backends."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,24 +8,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.configs.hybrid_arch import mamba2_config, mambaish_config
+from sglang.srt.configs.falcon_h1 import FalconH1Config
+from sglang.srt.configs.granitemoehybrid import GraniteMoeHybridConfig
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mamba2_config, mambaish_config
 from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
 
 from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.cache.states import States
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.state import linked
+from sglang_lazy.core.state import as_linked, linked
 from sglang_lazy.port.facts import pass_of
 from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
 from sglang_lazy.recurrent.pieces import Pieces
-from sglang_lazy.recurrent.pool import StateLayout, StatePool
-from sglang_lazy.recurrent.rows import rows_of
+from sglang_lazy.recurrent.pool import StateLayout, StatePool, Transition
+from sglang_lazy.recurrent.rows import RowStates, rows_of
 
 logger = logging.getLogger(__name__)
 
-CONVOLUTIONS = (Lfm2Config,)
-"""SGLang's configurations of models whose only recurrent layers are short convolutions."""
+CONVOLUTIONS, MAMBA2 = (Lfm2Config,), (FalconH1Config, GraniteMoeHybridConfig)
+"""SGLang's configurations of models whose recurrent layers are short convolutions only, or Mamba-2."""
 
 
 def is_recurrent(config: Any) -> bool:
@@ -32,12 +39,25 @@ def is_recurrent(config: Any) -> bool:
     return mambaish_config(config) is not None
 
 
+def keeps_states(config: Any) -> bool:
+    """Whether chunks keep the states of a model's recurrent layers."""
+    return hybrid_gdn_config(config) is not None or isinstance(mamba2_config(config), (*CONVOLUTIONS, *MAMBA2))
+
+
 def state_layout(config: Any) -> StateLayout | None:
-    """The states of a model's recurrent layers; None if it has none, or chunks do not keep them."""
-    if not isinstance(mamba2_config(config), CONVOLUTIONS):
+    """The states of a model's recurrent layers on this rank; None if chunks keep none."""
+    if not keeps_states(config):
         return None
-    params = mamba2_config(config).mamba2_cache_params
-    return StateLayout(len(params.layers), tuple(map(tuple, params.shape.conv)), params.dtype.conv)
+    transition: Transition | None = None
+    if not isinstance(mamba2_config(config), CONVOLUTIONS):
+        transition = "matrix" if hybrid_gdn_config(config) is not None else "number"
+    params = mambaish_config(config).mamba2_cache_params
+    layout = StateLayout(len(params.layers), tuple(map(tuple, params.shape.conv)), params.dtype.conv)
+    if transition is None:
+        return layout
+    return dataclasses.replace(
+        layout, ssm=tuple(params.shape.temporal), ssm_dtype=params.dtype.temporal, transition=transition
+    )
 
 
 def num_attention_layers(config: Any) -> int:
@@ -60,6 +80,7 @@ class RecurrentLayers:
     def __init__(self, runner: Any, layout: StateLayout):
         size = runner.model_config.lazy_num_states
         self.pool = StatePool(layout, min(size, runner.token_to_kv_pool.size), runner.device)
+        self._requests = runner.req_to_token_pool
         self.pieces: Pieces | None = None
         self.finish: Callable[[], None] = lambda: None
         logger.info(
@@ -77,10 +98,7 @@ class RecurrentLayers:
             yield
             return
         states = batch.tree_cache.store.states
-        slots = [
-            [] if linked(req) is None else [states.slot(node) for node in req.last_node.chunks.nodes]
-            for req in batch.reqs
-        ]
+        slots = [RowStates() if linked(req) is None else self._slots(states, req) for req in batch.reqs]
         width = min_chunk(self.pool.layout)
         self.pieces = Pieces.of(rows_of(current, slots), width, torch.device(self.pool.conv[0].device))
         try:
@@ -88,6 +106,22 @@ class RecurrentLayers:
             self.finish()
         finally:
             self.pieces, self.finish = None, lambda: None
+
+    @staticmethod
+    def _slots(states: States, req: Any) -> RowStates:
+        """Of a linked request."""
+        nodes, cached = req.last_node, as_linked(req).row.cached
+        text = [node for node, count in zip(nodes.spans, cached, strict=True) if count]
+        return RowStates([*map(states.slot, nodes.chunks.nodes)], states.slot(text[-1]) if text else None)
+
+    def save(self, req: Any, slot: int) -> None:
+        """Copy the state of a request, as what makes it of a state of zero."""
+        cache, own = self._requests.mamba_pool.mamba_cache, req.kv.mamba_pool_idx
+        for of_chunks, of_requests in zip(self.pool.conv, cache.conv, strict=True):
+            of_chunks[:, slot] = of_requests[:, own]
+        if self.pool.h is not None and self.pool.p is not None:
+            self.pool.h[:, slot] = cache.temporal[:, own]
+            self.pool.p[:, slot] = 0
 
 
 class LinkConvolutions(AttentionBackend):
@@ -139,7 +173,7 @@ class LinkConvolutions(AttentionBackend):
         self.link_pieces, self.link_ends = None, {}
 
 
-LINKS = {ShortConvAttnBackend: LinkConvolutions}
+LINKS = {ShortConvAttnBackend: LinkConvolutions, GDNAttnBackend: LinkDeltaRule, Mamba2AttnBackend: LinkMamba2}
 """What is mixed into SGLang's backends of recurrent layers."""
 
 

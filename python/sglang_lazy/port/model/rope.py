@@ -6,6 +6,7 @@ import torch
 from sglang.srt.layers.rotary_embedding import base, mrope, rope_variant, yarn
 
 from sglang_lazy.core.model import LayerRope
+from sglang_lazy.port.comb.pool import NO_ROTATION
 
 
 def _plain(rope: Any) -> torch.Tensor:
@@ -52,10 +53,12 @@ def on_axes(positions: torch.Tensor, rope: Any) -> torch.Tensor:
 
 
 def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:
-    """The rotation of `rope`, a rotary module of SGLang or Hugging Face.
+    """The rotation of `rope`, a rotary module of SGLang or Hugging Face; one that changes nothing if it is None.
 
     Raises ValueError unless our angles match SGLang's module, up to its float32 rounding and a magnitude.
     """
+    if rope is None:
+        return LayerRope(torch.zeros(NO_ROTATION), max_position, True, device)
     if type(rope) not in INV_FREQ:
         return LayerRope(rope.inv_freq, max_position, True, device)
     ours = LayerRope(INV_FREQ[type(rope)](rope), max_position, rope.is_neox_style, device)
