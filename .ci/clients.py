@@ -22,6 +22,9 @@ sys.path[:0] = [str(EXAMPLES)]
 # Behind the line that makes it importable.
 from tiny_model import tiny_server  # noqa: E402
 
+from sglang_lazy.testing.server import wait_for  # noqa: E402
+
+QUESTIONS = 4
 LEAST = 90
 """Percent of the tokens to be reused in the second order: all but instructions, templates and questions."""
 
@@ -31,14 +34,20 @@ def output_of(*command: str | Path) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300, env=env).stdout
 
 
+def chunks_of_prompts(url: str) -> float:
+    """How many chunks the server has seen in prompts."""
+    metrics = requests.get(f"{url}/metrics", timeout=60).text
+    return sum(map(float, re.findall(r"^sglang_lazy[:_]chunk_references_total\{.*\} (\S+)$", metrics, re.MULTILINE)))
+
+
 def check_pipeline(python: str, program: Path, url: str) -> None:
     """Exits with a message unless the pipeline's documents are chunks and are reused."""
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-    output_of(python, program, "--url", url, "--questions", "1")
-    num_chunks = requests.get(f"{url}/chunks", timeout=60).json()["total"]
-    if num_chunks != 5:
-        sys.exit(f"{program.name}: five documents became {num_chunks} chunks")
-    output = output_of(python, program, "--url", url, "--questions", "4")
+    before = chunks_of_prompts(url)
+    output = output_of(python, program, "--url", url, "--questions", str(QUESTIONS))
+    expected = 5 * 2 * QUESTIONS  # in both orders
+    if not wait_for(lambda: chunks_of_prompts(url) - before == expected, timeout=10):
+        sys.exit(f"{program.name}: {expected} documents became {chunks_of_prompts(url) - before:.0f} chunks")
     shares = re.findall(r"^(best \w+: .* (\d+)%)$", output, re.MULTILINE)
     print(f"{program.name}:", "; ".join(line for line, _ in shares), flush=True)
     _, (_, second) = shares

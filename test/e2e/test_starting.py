@@ -74,9 +74,14 @@ def test_help_is_ours_on_one_screen_and_help_all_has_both_kinds_of_flags(capsys)
         assert (len(shown.splitlines()) < 40) != sglangs
 
 
-@pytest.fixture
-def serve(tmp_path):
-    """`sglang serve` with our backend, in an environment in which it is installed under a name of its own."""
+SGLANG_SERVE = ["-c", "from sglang.cli.main import main; main()", "serve", "--model-type", "lazy-here"]
+SGLANG_LAZY_SERVE = ["-m", "sglang_lazy", "serve", "--model-path"]
+"""Commands that a model and flags follow."""
+
+
+@pytest.fixture(params=[SGLANG_SERVE, SGLANG_LAZY_SERVE], ids=["sglang serve", "sglang-lazy serve"])
+def serve(request, tmp_path):
+    """The commands of other names; our backend of `sglang serve` is installed under a name of its own."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     metadata = tmp_path / "backend-1.dist-info"
     metadata.mkdir()
@@ -84,25 +89,25 @@ def serve(tmp_path):
     entry = f"lazy-here = {project['entry-points']['sglang.serve_backends']['lazy']}"
     (metadata / "entry_points.txt").write_text(f"[sglang.serve_backends]\n{entry}\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-type", "lazy-here"]
 
     def serve(*flags):
         log = open(tmp_path / "server.log", "w+")  # noqa: SIM115 (open as long as the process)
-        return subprocess.Popen([*command, *flags], stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}), log
+        command = [sys.executable, *request.param, *flags]
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path}), log
 
     return serve
 
 
 @pytest.mark.slow
-def test_sglang_serve_says_which_flag_is_wrong(serve):
-    process, log = serve("--model-path", "m", "--lazy-max-chunks", "0")
+def test_serve_says_which_flag_is_wrong(serve):
+    process, log = serve("m", "--lazy-max-chunks", "0")
     assert process.wait(timeout=300) == 2
     log.seek(0)
     assert "argument --lazy-max-chunks: must be at least 1" in log.read()
 
 
 @pytest.mark.slow
-def test_sglang_serve_serves_chunks(serve, tiny_model):
+def test_serve_serves_chunks(serve, tiny_model):
     port, nccl_port = free_ports(2)
     flags = ["--port", str(port), "--nccl-port", str(nccl_port), "--lazy-max-chunks", "5", *device_flags()]
     process, log = serve(tiny_model, "--max-total-tokens", "4000", *flags)
