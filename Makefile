@@ -65,10 +65,13 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CUDA)
 
+# Programs that start many tiny servers: as forks, like tests', where there is no GPU.
+FORKED := $(KEEP) PYTHONPATH=test:$$PYTHONPATH $(BIN)/python -m support
+
 MINUTES ?= 15
 
 soak: $(READY) # small servers under hostile traffic, every answer held against the oracle
-	$(KEEP) $(BIN)/python -m benchmark.soak --minutes $(MINUTES)
+	$(FORKED) benchmark.soak --minutes $(MINUTES)
 
 REQUESTS ?= 10000
 SEED ?= 0
@@ -80,7 +83,7 @@ SMOKE := $(VENV)/bench-smoke
 
 bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of it works
 	rm -rf $(SMOKE)
-	$(KEEP) $(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,lazy@base+query:ratio=0.2,stock \
+	$(FORKED) benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,lazy@base+query:ratio=0.2,stock \
 		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
 	$(BIN)/python -m benchmark.serving.plots $(SMOKE) --out $(SMOKE)
 
