@@ -134,3 +134,23 @@ def test_second_turns_compute_only_what_is_new(served):
 def test_scenarios(served):
     """All ways of reusing chunks, side by side, in a pool that holds less than half of their tokens."""
     served.play(list(SCENARIOS))
+
+
+def test_the_chunk_that_the_question_attends_to_most_is_text(served):
+    """The answer is that of a prompt with one of two chunks as text, whichever it is."""
+    dice = Dice("whole")
+    a, b = dice.chunks(2, 40, 40)
+    start, between, question = dice.text(9), dice.text(5), dice.text(12)
+    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    segments = [segment.to_request() for segment in (start, a, between, b, question)]
+    output = served.engine.generate(
+        segments=segments, link="whole:ratio=0.5", sampling_params=sampling, return_logprob=True
+    )
+    assert sorted(entry["reused_tokens"] for entry in output["meta_info"]["chunks"]) in ([0, 0], [0, 40])
+    reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+    tokens, off = output["output_ids"], []
+    for first, second in ((text(a.ids), b), (a, text(b.ids)), (a, b)):
+        prompt = (start, first, between, second, question)
+        expected = served.expected(prompt, tuple(tokens))[len(token_ids(prompt)) - 1 : -1]
+        off.append(float((expected.gather(1, torch.tensor(tokens)[:, None])[:, 0] - reported).abs().max()))
+    assert min(off[:2]) <= TOLERANCE < max(off[:2]) and off[2] > TOLERANCE

@@ -277,6 +277,26 @@ def test_query_chooses_a_part_by_key_size(seed):
     assert kept == set(range(sum(lens))) - expected
 
 
+@repeatable
+@given(lens, st.booleans(), st.sampled_from([0.01, 0.3, 0.5, 1.0]), st.integers(0, 1 << 30))
+def test_whole_recomputes_the_most_attended_chunks(lens, cut_last, ratio, seed):
+    """No kept chunk that fits into what is left has more attention than a recomputed one."""
+    chunks = slices(lens, cut_last)
+    counts = [chunk.num_kept for chunk in chunks]
+    if not chunks:
+        return
+    attention = np.random.default_rng(seed).random(sum(counts)).astype(np.float32)
+    policy = get_policy(f"whole:ratio={ratio}")
+    sums = [float(part.sum()) for part in np.split(attention, np.cumsum(counts)[:-1])]
+    kept = policy.choose(chunks, {"attention": attention})
+    assert all(not ranges or ranges == chunk.kept for ranges, chunk in zip(kept, chunks, strict=True))
+    recomputed = [i for i, ranges in enumerate(kept) if not ranges]
+    assert sum(counts[i] for i in recomputed) <= policy.max_recomputed(counts)
+    for i in set(range(len(chunks))) - set(recomputed):
+        before = sum(counts[j] for j in recomputed if sums[j] > sums[i])
+        assert before + counts[i] > policy.max_recomputed(counts), "it would have been next, and there was room"
+
+
 @pytest.mark.parametrize("static", ["-0.1", "0.3", "nan"])
 def test_the_part_by_key_size_is_within_the_ratio(static):
     with pytest.raises(ValueError, match="static must be at least 0 and at most (1|ratio)"):

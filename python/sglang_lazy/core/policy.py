@@ -104,6 +104,8 @@ class Policy:
     needs_resident: whether a request's forward pass must follow those that compute its chunks; by default it may be
         the same pass.
     trained: whether it puts trained tokens around chunks; see `around`.
+    whole_chunks: whether `choose` keeps all of a probed chunk or nothing. Of policies with `probes`, recurrent layers
+        allow only these.
     """
 
     preamble: Preamble = dataclasses.field(default="none", kw_only=True)
@@ -113,6 +115,7 @@ class Policy:
     in_place: ClassVar[bool] = True
     needs_resident: ClassVar[bool] = False
     trained: ClassVar[bool] = False
+    whole_chunks: ClassVar[bool] = False
 
     def __post_init__(self):
         self.check(vars(self))
@@ -202,7 +205,7 @@ def refusal(policy: Policy, server: ServerTraits) -> str | None:
         return f"link {policy}: this model reads whole chunks through an encoder, so it supports only block and full"
     if server.recurrent and policy.reuses and policy.preamble != "none":
         return f"link {policy}: this model has recurrent layers, and its chunks begin in a state of zero"
-    if server.recurrent and policy.reuses and not _keeps_whole_chunks(policy, trained=True):
+    if server.recurrent and policy.reuses and not policy.whole_chunks and not _keeps_whole_chunks(policy, trained=True):
         return f"link {policy}: this model has recurrent layers, whose states go through all tokens of a chunk"
     return policy.unfit(server)
 

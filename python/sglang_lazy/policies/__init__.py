@@ -21,6 +21,7 @@ from sglang_lazy.policies.kvlink import KvLink
 from sglang_lazy.policies.packet import Packet
 from sglang_lazy.policies.query import Query
 from sglang_lazy.policies.static import Static
+from sglang_lazy.policies.whole import Whole
 
 __all__ = ["POLICIES", "UnknownPolicy", "get_policy", "policy_elsewhere", "register"]
 
@@ -118,5 +119,5 @@ def _parameters(text: str, name: str, defaults: dict[str, Any]) -> dict[str, Any
     return defaults | values
 
 
-for _policy in (Block, Full, Copy, Epic, Query, Blend, Static, KvLink, Packet):
+for _policy in (Block, Full, Copy, Epic, Query, Blend, Static, Whole, KvLink, Packet):
     register(_policy)

@@ -16,6 +16,7 @@ ALL = (
         for name in ("static", "query", "blend")
         for base in ("", "base+")
     ),
+    *(f"{base}whole:ratio={ratio}" for ratio in (0.15, 0.3) for base in ("", "base+")),
     "base+query:ratio=0.15,static=0.05",
     "base+query:ratio=0.3",
 )
