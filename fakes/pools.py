@@ -30,12 +30,25 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache import create, tiers
 from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.model import model_runner
+from sglang_lazy.port.model.recurrent import RecurrentLayers
+from sglang_lazy.recurrent.pool import StateLayout, StatePool
 from sglang_lazy.storage.chunk_objects import ChunkObjects
 from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
 from sglang_lazy.storage.report import StorageReport
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the rotation table: enough for the positions of any prompt here, and as many negative ones."""
+
+
+class Layers(RecurrentLayers):
+    """Recurrent layers that compute nothing."""
+
+    def __init__(self, num_states: int, device: str):
+        self.pool = StatePool(StateLayout(1, ((1, 2),), torch.float32), num_states, device)
+        self.pieces, self.finish = None, lambda: None
+
+    def save(self, req: Any, slot: int) -> None:
+        """There is nothing to copy."""
 
 
 class Pools:
@@ -48,6 +61,7 @@ class Pools:
     chunk_size: slots of a separate pool for chunks, which an encoder computes; 0 if chunks share the other pool.
     window: how many earlier tokens a query sees in the first layer, which then has a pool of its own with
         `window_size` slots; 0 for all.
+    num_states: how many chunks and answers can have states of recurrent layers; 0 without such layers.
     """
 
     objects_class = ChunkObjects
@@ -74,6 +88,7 @@ class Pools:
         chunk_size: int = 0,
         window: int = 0,
         window_size: int = 0,
+        num_states: int = 0,
     ):
         self.window, self.has_tiers, self.slow = window, host_size > 0, False
         self.kv = kv = new_kv(size, window_size, device)
@@ -89,6 +104,8 @@ class Pools:
         num_rows = len(self.rows.req_to_token)
         if self.reuses:
             self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
+        if num_states:
+            self.rows.segment_table.recurrent = Layers(num_states, device)
         self.model_config = types.SimpleNamespace(
             vocab_size=vocab_size,
             context_len=context_len,

@@ -106,7 +106,7 @@ class Scheduler(_Stock):
         self.tree_cache.admission = self.admission = hooks.new_admission(
             self,
             max_chunks,
-            ServerTraits(cross_attention=cross_attention),
+            ServerTraits(cross_attention=cross_attention, recurrent=pools.cache.store.states is not None, min_chunk=2),
             array("q", NEUTRAL_PREAMBLE),
             encode=pools.encode if cross_attention else None,
         )

@@ -1,0 +1,96 @@
+"""Scheduling where few chunks can have states of recurrent layers: who waits, who is refused; and nothing hangs."""
+
+import random
+
+import pytest
+
+from fakes.loop import QUESTION, A, B, C, D, Loop
+from fakes.requests import CHUNK, TEXT
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+def states(loop: Loop):
+    return loop.store.states
+
+
+def lost(loop: Loop) -> int:
+    held = states(loop)
+    return held.pool.size - held.pool.available_size() - held.num_evictable - held.num_locked
+
+
+def test_a_parent_runs_after_its_chunks():
+    """Not in the same pass, whose layers would need states that it computes."""
+    loop = Loop(num_states=4)
+    loop.submit([A, B, QUESTION], "p0", max_new_tokens=1)
+    loop.run()
+    assert loop.log == [["\0fill-0"], ["p0"]]
+    assert lost(loop) == 0 and states(loop).num_evictable == 3, "of two chunks and an answer"
+
+
+def test_more_chunks_than_states():
+    """One prompt is refused; two that would need more together run in turn, and evict each other's."""
+    loop = Loop(num_states=3)
+    refused = loop.submit([A, B, C, D, QUESTION], "p0", max_new_tokens=1)
+    assert "--lazy-state-share" in refused.to_finish.message
+    loop.abort(refused)
+    parents = [loop.submit([A, B, QUESTION], "p1"), loop.submit([C, D, QUESTION], "p2")]
+    loop.run()
+    assert [len(parent.output_ids) for parent in parents] == [3, 3]
+    assert [rid for batch in loop.log for rid in batch if rid.startswith("p")][:1] == ["p1"]
+    again = loop.submit([A, QUESTION], "p3", max_new_tokens=1)
+    assert loop.resident(again) == [False]
+    loop.run()
+    assert lost(loop) == 0
+
+
+def test_a_chunk_without_its_state_is_missing():
+    loop = Loop(num_states=3)
+    loop.warm(A)
+    held = states(loop)
+    held.pool.free(held.allocate(3))
+    assert loop.resident(loop.submit([A, QUESTION], "p0", max_new_tokens=1)) == [False]
+    loop.run()
+
+
+def test_a_second_turn_begins_at_a_state():
+    """Its text is no hit from there on, and none at all without a state."""
+    loop = Loop(num_states=4)
+    first = loop.submit([(TEXT, (3, 4)), A, (TEXT, (5, 6))], "p0", max_new_tokens=2)
+    loop.run()
+    answer = (TEXT, (5, 6, *first.output_ids))
+    second = loop.submit([(TEXT, (3, 4)), A, answer, B, QUESTION], "p1", max_new_tokens=1)
+    other = loop.submit([(TEXT, (3, 4)), A, (TEXT, (5, 6, 7, 7, 7)), QUESTION], "p2", max_new_tokens=1)
+    loop.run()
+    assert second.cached_tokens == 2 + 4 + 3, "the last token of an answer has no KV"
+    assert other.cached_tokens == 4
+    held = states(loop)
+    held.pool.free(held.allocate(4))
+    third = loop.submit([(TEXT, (3, 4)), A, answer, B, QUESTION], "p3", max_new_tokens=1)
+    loop.run()
+    assert third.cached_tokens == 0
+
+
+def test_chunks_computed_ahead_leave_no_answer():
+    loop = Loop(num_states=3)
+    loop.submit([A, QUESTION], "p0", max_new_tokens=1, ahead=True)
+    loop.run()
+    assert (states(loop).num_evictable, states(loop).pool.available_size()) == (1, 2)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_hangs_or_is_lost(seed):
+    """Prompts of up to as many chunks as there are states, aborted at times, in pools that hold few, cut into parts."""
+    dice = random.Random(seed)
+    num_states = dice.randint(2, 4)
+    loop = Loop(dice.choice([40, 60]), num_states=num_states, chunked_prefill_size=dice.choice([3, 7, 64]), num_rows=6)
+    for i in range(40):
+        parts = []
+        for _ in range(dice.randint(1, num_states)):
+            parts += [(TEXT, (14,))] if dice.random() < 0.4 else []
+            parts.append(dice.choice([A, B, C, D, (CHUNK, A[1][:2]), (CHUNK, (*A[1], 9))]))
+        loop.submit([*parts, (TEXT, (dice.randint(1, 15),))], f"p{i}", max_new_tokens=dice.randint(1, 4))
+        loop.disturb(dice)
+        assert states(loop).num_locked <= num_states
+    loop.run(2000)
+    assert lost(loop) == 0 and states(loop).num_locked == 0
