@@ -149,6 +149,7 @@ def test_queries_of_a_padded_batch():
         2,
     )
     assert (rows.batch_size, rows.req_pool_indices.tolist(), rows.seq_lens.tolist()) == (2, [3, 3], [6, 7])
+    assert rows.req_pool_indices.is_contiguous(), "kernels read one number after the other"
 
 
 def test_shapes_are_captured_for_drafts_over_chunks():

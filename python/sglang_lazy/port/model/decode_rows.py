@@ -68,7 +68,7 @@ class QueryRows(NamedTuple):
 
         return cls(
             bs * num_queries,
-            forward_batch.req_pool_indices[:bs, None].expand(-1, num_queries).flatten(),
+            forward_batch.req_pool_indices[:bs, None].expand(-1, num_queries).contiguous().view(-1),
             by_query(forward_batch.seq_lens),
             None if on_host is None else by_query(on_host),
         )
