@@ -143,7 +143,7 @@ def test_any_number_of_splits(monkeypatch, block_m, num_splits):
     monkeypatch.setattr(module, "_plan", lambda *shape: (block_m, num_splits))
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 9)]
     late = CASES["cached text behind new text"][2][0]
-    batch = random_batch(0, Shape(bs=4), [linked, late, [("new", 20)], []])
+    batch = random_batch(0, Shape(num_qo_heads=2, num_kv_heads=1, bs=4), [linked, late, [("new", 20)], []])
     check("extend", get_implementation("triton"), batch)
     check("extend", get_implementation("triton"), add_sinks(batch))
 
