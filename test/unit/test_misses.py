@@ -215,12 +215,44 @@ def test_memory_is_bounded(tokenizer, monkeypatch):
         for _ in range(5):
             for _ in range(60):
                 await server.use([rng.randrange(600) for _ in range(300)])
-            server.misses._work = None  # a task holds the event loop
             sizes.append(deep_size((server.misses._known, server.misses._alike, server.misses._misses)))
         return sizes
 
     sizes = asyncio.run(run())
     assert max(sizes) < 50 * 4_000 and sizes[-1] < 1.1 * sizes[1]
+
+
+def test_chunks_are_examined_between_requests(tokenizer):
+    """One at a time, whoever asks meanwhile; what one event loop has left, the next one goes on with."""
+
+    async def begin(server):
+        names = [f"{i:016x}" for i in range(6)]
+        report = [{"id": name, "offset": 2 * i, "tokens": 2, "hit": False} for i, name in enumerate(names)]
+        server.misses.note(Answered("r", None, Terms(), range(12), report, 0.0, 1.0))
+        seen = []
+        for _ in range(4):
+            await asyncio.sleep(0)
+            seen.append(len(server.misses._known))
+        return seen
+
+    server = Server(tokenizer)
+    assert asyncio.run(begin(server)) == [1, 2, 3, 4]
+    assert len(asyncio.run(server.misses.of(None, "r"))) == 6
+    assert asyncio.run(begin(server)) == [6, 6, 6, 6]
+    _, miss = asyncio.run(server.use(LEASE))
+    assert miss.reason == "new" and not server.misses._num_waiting
+
+
+def test_a_tokenizer_that_fails_harms_nobody(tokenizer, monkeypatch, caplog):
+    async def run():
+        server = Server(tokenizer)
+        with monkeypatch.context() as broken:
+            broken.setattr(Pieces, "text", lambda *_: 1 / 0)
+            assert (await server.use(LEASE))[1] is None
+        assert "could not be examined" in caplog.text
+        assert (await server.use(LEASE))[1].reason == "new"
+
+    asyncio.run(run())
 
 
 def test_too_much_at_a_time_is_left_out(tokenizer, monkeypatch):

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import MIN_DIGITS
@@ -127,7 +127,8 @@ class Misses:
         self._misses: OrderedDict[tuple[Hashable, str], dict[str, Miss]] = OrderedDict()  # by tenant and rid, and chunk
         self._num_misses = 0
         self._waiting, self._num_waiting = deque[Answered](), 0
-        self._work: asyncio.Task | None = None
+        self._work = self._examine()
+        self._busy: asyncio.AbstractEventLoop | None = None  # the event loop that examines chunks now
 
     def note(self, prompt: Answered) -> None:
         """Have a prompt's chunks examined, if they are missing or not known. Called in the event loop."""
@@ -140,8 +141,9 @@ class Misses:
             return
         self._waiting.append(prompt._replace(chunks=chunks))
         self._num_waiting += size
-        if self._work is None or self._work.done():
-            self._work = asyncio.get_running_loop().create_task(self._examine())
+        if self._busy is not (loop := asyncio.get_running_loop()):
+            self._busy = loop
+            loop.call_soon(self._step, loop)
 
     def forget(self, tenant: str | None, names: Iterable[str]) -> None:
         """Chunks have been deleted.  names: their ids, or more digits of their digests."""
@@ -151,29 +153,44 @@ class Misses:
 
     async def of(self, tenant: Hashable, rid: str) -> Mapping[str, Miss]:
         """Why chunks of a prompt were not cached, by their ids; empty if that is not known."""
-        if self._work is not None and not self._work.done():
-            await asyncio.shield(self._work)
+        while self._waiting:
+            next(self._work)
+            await asyncio.sleep(0)
         return self._misses.get((tenant, rid), {})
 
-    async def _examine(self) -> None:
-        while self._waiting:
-            prompt = self._waiting.popleft()
+    # No task: an `Engine` runs its event loop only during calls, and would leave it pending at the end.
+    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Examine one chunk, and have the next one examined once requests have had their turn."""
+        if self._busy is not loop:
+            return
+        if not self._waiting:
+            self._busy = None
+            return
+        next(self._work)
+        loop.call_soon(self._step, loop)
+
+    def _examine(self) -> Iterator[None]:
+        """Examine the chunks of the prompts that wait, one at a time. A prompt waits until all of its are examined.
+        Continued only while any waits."""
+        while True:
+            prompt = self._waiting[0]
             found: dict[str, Miss] = {}
             new: list[_Known] = []  # nothing of this prompt was used before it
             for chunk in prompt.chunks:
-                await asyncio.sleep(0)  # requests go first
                 try:
                     miss = self._learn(prompt, chunk, new)
+                    if not chunk["hit"]:
+                        found.setdefault(chunk["id"], miss)
                 except Exception:  # whatever a model's own tokenizer may do
                     logger.exception("sglang-lazy: chunk %s could not be examined", chunk["id"])
-                    continue
-                if not chunk["hit"]:
-                    found.setdefault(chunk["id"], miss)
+                yield
             for known in new:
                 self._alike |= dict.fromkeys(known.print.parts, known)
+            self._waiting.popleft()
             self._num_waiting -= sum(chunk["tokens"] for chunk in prompt.chunks)
             if prompt.rid is not None and found:
                 self._remember((prompt.tenant, prompt.rid), found)
+            yield  # until there is another prompt
 
     def _remember(self, prompt: tuple[Hashable, str], found: dict[str, Miss]) -> None:
         self._num_misses += len(found) - len(self._misses.pop(prompt, ()))
