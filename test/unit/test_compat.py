@@ -17,7 +17,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_lazy.core.policy import ServerTraits
+from sglang_lazy.core.policy import ServerTraits, refusal
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.model import compat
@@ -397,6 +397,16 @@ def test_query_needs_layers_without_windows():
     """A sliding-window layer's attention says nothing about what precedes its window."""
     assert "whole prompt" in get_policy("query").unfit(ServerTraits(whole_layers=False))
     assert get_policy("query").unfit(ServerTraits()) is None
+
+
+def test_recurrent_layers_take_whole_chunks():
+    """A part of a chunk has no state; a chunk after a preamble would begin in the preamble's."""
+    server = ServerTraits(recurrent=True)
+    for link in ("block", "full", "whole", "packet"):
+        assert refusal(get_policy(link), server) is None
+    for link, reason in {"query": "all tokens", "epic": "all tokens", "base+whole": "state of zero"}.items():
+        assert reason in refusal(get_policy(link), server)
+    assert "whole prompt" in refusal(get_policy("whole"), ServerTraits(whole_layers=False))
 
 
 def test_scales_that_the_stock_backend_does_not_apply():
