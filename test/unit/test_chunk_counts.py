@@ -215,6 +215,27 @@ def registry(monkeypatch):
     return registry
 
 
+def test_memory_of_states(registry):
+    """Of chunks and of an answer, and of what a request reads."""
+    loop = Loop(num_states=4)
+    metrics = ChunkMetrics(loop.store, {"model_name": "m"})
+    size = loop.store.states.pool.slot_bytes
+
+    def used(*uses):
+        metrics._due = 0
+        metrics.publish()
+        labels = [{"model_name": "m", "use": use} for use in uses]
+        return [registry.get_sample_value("sglang_lazy:state_bytes", each) / size for each in labels]
+
+    assert used("locked", "evictable", "free") == [0, 0, 4]
+    ask(loop, A, B)
+    assert used("locked", "evictable", "free") == [0, 3, 1]
+    loop.submit([A, QUESTION], "running")
+    loop.step()
+    assert used("locked", "evictable", "free") == [1, 2, 1]
+    loop.run()
+
+
 @pytest.mark.parametrize(("seconds", "published"), [(0.5, [1, 1, 3, 3]), (1.5, [1, 2, 3, 4]), (60, [1, 2, 3, 4])])
 def test_publishing_takes_little_of_this_threads_time(registry, seconds, published):
     """Between two looks at the clock so many seconds pass, in which others run. Each publication takes a

@@ -13,10 +13,13 @@ from sglang_lazy.cache.tree import RadixTree
 
 
 class StateSlots(Protocol):
-    """The pool of states."""
+    """The pool of states.  slot_bytes: the size of a state."""
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
 
     def available_size(self) -> int: ...
 
@@ -60,6 +63,13 @@ class States(Part):
     @property
     def num_evictable(self) -> int:
         return len(self._unlocked)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """How much of the pool is read by requests, can be evicted, and is free."""
+        free = self.pool.available_size()
+        slots = {"locked": self.num_locked, "evictable": self.num_evictable, "free": free}
+        return {name: count * self.pool.slot_bytes for name, count in slots.items()}
 
     # Reading
 

@@ -80,6 +80,11 @@ class StatePool:
             self.h, self.p = zeros(layout.ssm, layout.ssm_dtype), zeros(layout.ssm[:1], torch.float32)
         self.clear()
 
+    @property
+    def slot_bytes(self) -> int:
+        """See `StateLayout`."""
+        return self.layout.slot_bytes
+
     def available_size(self) -> int:
         """The number of free slots."""
         return len(self._free)

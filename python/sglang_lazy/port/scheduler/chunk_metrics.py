@@ -38,6 +38,7 @@ GAUGES = {
     "host": "in host memory only",
 }
 """By field of `Occupancy`, the end of the help texts of `…_chunks` and `…_chunk_tokens`."""
+STATE_BYTES = "memory for states of recurrent layers: read by requests (locked), evictable, free"
 TIME_SHARE = 1000
 """Publishing takes at most 1/TIME_SHARE of the scheduler's time. Its cost is counted in CPU time: if other processes
 interrupted it for a moment, wall time would delay the next publication by a thousand such moments."""
@@ -106,6 +107,13 @@ class ChunkMetrics:
             for unit, what in (("chunks", "chunks"), ("chunk_tokens", "tokens of chunks"))
         ]
 
+        self._states, self._set_state_bytes = store.states, dict[str, Callable[[float], None]]()
+        if store.states is not None:
+            gauge = prometheus.Gauge(
+                "sglang_lazy:state_bytes", STATE_BYTES, [*names, "use"], multiprocess_mode="mostrecent"
+            )
+            self._set_state_bytes = {use: gauge.labels(**labels, use=use).set for use in store.states.num_bytes}
+
     def _follow(self, read: Callable[[], float], add: Callable[[float], None]) -> None:
         self._followed.append(Followed(read, add))
 
@@ -116,6 +124,9 @@ class ChunkMetrics:
         start = self._cpu_clock()
         for followed in self._followed:
             followed.publish()
+        if self._states is not None:
+            for use, number in self._states.num_bytes.items():
+                self._set_state_bytes[use](number)
         if (shares := self._census.step()) is not None:
             for set_gauge, number in zip(self._gauges, [number for share in shares for number in share], strict=True):
                 set_gauge(number)
