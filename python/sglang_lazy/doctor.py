@@ -18,7 +18,7 @@ import torch
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.help import Help
-from sglang_lazy.launch_server import parse_args
+from sglang_lazy.launch_server import parse_args, sglangs_parser
 
 PROG = "python -m sglang_lazy.doctor"
 
@@ -56,6 +56,7 @@ def refusals(config: LazyConfig, rest: Sequence[str]) -> str | None:
     from sglang_lazy.port.flag_checks import check_start
 
     load_plugins()
+    sglangs_parser().parse_args(rest)
     try:
         server_args = prepare_server_args(list(rest))
         config.check_shadow(server_args.enable_metrics, server_args.tokenizer_worker_num)

@@ -85,6 +85,15 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
     return argv
 
 
+def sglangs_parser() -> argparse.ArgumentParser:
+    """A parser of SGLang's flags, whose errors take a line: SGLang's own prints five hundred first."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog=PROG, usage=_USAGE)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the server and serve until it is stopped."""
     config, rest = parse_args(sys.argv[1:] if argv is None else argv)
@@ -102,8 +111,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang_lazy.port.flag_checks import check_start
 
     load_plugins()
+    parser = sglangs_parser()
+    parser.parse_args(rest)
     server_args = prepare_server_args(rest)
-    refuse = argparse.ArgumentParser(prog=PROG, usage=_USAGE).error
+    refuse = parser.error
     try:
         get_policy(config.default_link)  # a plugin of SGLang's may have added it
     except ValueError as error:

@@ -169,6 +169,11 @@ def test_bad_flags_end_a_command_before_it_imports_sglang(module, flags, reason)
     assert "argparse" in imported and not imported & {"torch", "sglang"}
 
 
+def test_a_flag_of_sglangs_that_is_wrong_is_named_without_all_others():
+    shown = refused("--model-path", "m", "--tp-sizzle", "2", status=2)
+    assert "error: unrecognized arguments: --tp-sizzle 2" in shown and "--schedule-policy" not in shown
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may support them")
 def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_model):
     shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda", status=1)

@@ -91,6 +91,12 @@ def test_what_a_server_would_refuse_is_named(without_weights, changes, flags, re
     assert status == 1 and "refused: " in said and reason in said, said
 
 
+def test_a_flag_of_sglangs_that_is_wrong_takes_a_line(without_weights):
+    status, said = doctor("--device", "cpu", "--model-path", without_weights(), "--tp-sizzle", "2")
+    assert status == 2 and "error: unrecognized arguments: --tp-sizzle 2\n" in said, said
+    assert "--help-all" in said and "--schedule-policy" not in said
+
+
 def test_a_flag_that_is_wrong_ends_the_doctor():
     status, said = doctor("--lazy-max-chunks", "0")
     assert status == 2 and "--lazy-max-chunks: must be at least 1" in said, said
