@@ -1,11 +1,14 @@
 """An fp8 KV cache on a CPU, against an oracle that rounds keys and values as the cache does."""
 
+import contextlib
+
 import pytest
 import torch
 from test_oracle_matrix import hits
 
-from fakes import streams
+from fakes import speculation_on_cpu, streams
 from oracle.block_mask import Oracle, RoundingOracle
+from oracle.models.drafts import build_draft
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 from sglang_lazy.testing import CPU_OPTIONS
@@ -45,9 +48,16 @@ class Served:
         return outputs
 
 
-@pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2"])
-def served(request, tiny_model):
-    served = Served(tiny_model, request.param)
+@pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2", "fp8_e4m3 with drafts"])
+def served(request, tiny_model, model_dir, with_plugin):
+    dtype, _, drafts = request.param.partition(" ")
+    drafting = {
+        **speculation_on_cpu.OPTIONS,
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": build_draft("STANDALONE", tiny_model, model_dir),
+    }
+    with with_plugin(speculation_on_cpu.load) if drafts else contextlib.nullcontext():
+        served = Served(tiny_model, dtype, **(drafting if drafts else {}))
     yield served
     served.engine.shutdown()
 

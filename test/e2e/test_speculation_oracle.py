@@ -8,6 +8,7 @@ from served import TWO_RANKS
 from test_oracle_matrix import GROUPS, Served, reuse
 
 from fakes import speculation_on_cpu
+from oracle.models import MODELS
 from oracle.models.build import build
 from oracle.models.drafts import build_draft
 from oracle.policies import PolicyOracle, epic, keep_all_but
@@ -23,20 +24,19 @@ TOLERANCE = 1e-4  # of a log-probability
 
 
 class Speculating(Served):
-    """A Llama and its draft."""
+    """A model and its draft."""
 
     num_tokens = 14
 
-    def __init__(self, algorithm, folder, **options):
+    def __init__(self, algorithm, model, folder, **options):
         self.histograms, self.is_standalone = [], algorithm == "STANDALONE"
-        draft = build_draft(algorithm, build("llama", folder), folder)
+        draft = build_draft(algorithm, build(model, folder), folder)
         super().__init__(
-            "llama",
+            model,
             folder,
-            disable_cuda_graph=True,
             speculative_algorithm=algorithm,
             speculative_draft_model_path=draft,
-            **{**speculation_on_cpu.OPTIONS, **options},
+            **{**MODELS[model].cpu_options, **speculation_on_cpu.OPTIONS, **options},
         )
 
     def accepted(self) -> set[int]:
@@ -82,7 +82,7 @@ def served(request, model_dir, with_plugin):
     with with_plugin(speculation_on_cpu.load), pytest.MonkeyPatch.context() as environment:
         for name, value in TWO_RANKS.items() if "tp_size" in options else ():
             environment.setenv(name, value)
-        served = Speculating(algorithm, model_dir, **options)
+        served = Speculating(algorithm, "llama", model_dir, **options)
     yield served
     served.engine.shutdown()
     gc.collect()
@@ -104,6 +104,18 @@ def test_whole_chains_are_accepted_and_none(served):
     served.flush()
     longest = len(served.histograms[0]) - 1
     assert served.accepted() >= ({0, longest} if served.is_standalone else {0})
+
+
+def test_layers_with_windows(model_dir, with_plugin):
+    """Each token of a chain has a window of its own. A draft with windows keeps SGLang's attention."""
+    with with_plugin(speculation_on_cpu.load):
+        served = Speculating("STANDALONE", "mellum", model_dir)
+    try:
+        for names in GROUPS[:2]:
+            assert any(hit for _, hit in reuse(served.play(names)))
+            served.flush()
+    finally:
+        served.engine.shutdown()
 
 
 @pytest.mark.parametrize("length", range(1, 9))

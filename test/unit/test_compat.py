@@ -341,18 +341,13 @@ FP8 = {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}
 
 
 @pytest.mark.parametrize(
-    ("layer", "changes", "reason"),
-    [
-        ({"sliding_window_size": 511}, {}, "windows"),
-        ({}, {"model_is_mrope": True}, "M-RoPE"),
-        ({}, FP8, "fp8"),
-    ],
+    "drafting", [SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3, SpeculativeAlgorithm.STANDALONE]
 )
-def test_unfit_models_whose_tokens_are_drafted(layer, changes, reason):
-    drafting = {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}
-    assert compat.unfit_model(runner(Layer(plain_rope()), **drafting)) == []
-    (given,) = compat.unfit_model(runner(Layer(plain_rope(), **layer), **drafting, **changes))
-    assert reason in given
+def test_unfit_models_whose_tokens_are_drafted(drafting):
+    given = {"spec_algorithm": drafting}
+    assert compat.unfit_model(runner(Layer(plain_rope(), sliding_window_size=511), **given, **FP8)) == []
+    (reason,) = compat.unfit_model(runner(Layer(plain_rope()), **given, model_is_mrope=True))
+    assert "M-RoPE" in reason
 
 
 def scaled(k_scale, v_scale):

@@ -21,7 +21,7 @@ from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.comb.compat import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
-from sglang_lazy.port.model.layers import attention_layers, attention_modules, window_of
+from sglang_lazy.port.model.layers import attention_layers, attention_modules
 from sglang_lazy.port.model.recurrent import is_recurrent, keeps_states, num_attention_layers
 from sglang_lazy.port.model.rope import INV_FREQ
 
@@ -275,10 +275,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
 def _unfit_to_draft(runner: Any) -> list[str]:
     """Reasons in a model whose tokens are drafted."""
     properties = {
-        "layers with windows": any(window_of(attn) is not None for attn, _ in attention_layers(runner.model)),
         "positions on three axes (M-RoPE)": runner.model_config.model_is_mrope,
         "cross-attention": num_cross_layers(runner.model_config) > 0,
-        "a KV cache in fp8": runner.kv_cache_dtype != runner.dtype,
     }
     return [f"--speculative-algorithm with {name}: not tested" for name, applies in properties.items() if applies]
 
