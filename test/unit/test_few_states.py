@@ -55,7 +55,7 @@ def test_a_chunk_without_its_state_is_missing():
 
 def test_a_second_turn_begins_at_a_state():
     """Its text is no hit from there on, and none at all without a state."""
-    loop = Loop(num_states=4)
+    loop = Loop(num_states=16)
     first = loop.submit([(TEXT, (3, 4)), A, (TEXT, (5, 6))], "p0", max_new_tokens=2)
     loop.run()
     answer = (TEXT, (5, 6, *first.output_ids))
@@ -65,7 +65,7 @@ def test_a_second_turn_begins_at_a_state():
     assert second.cached_tokens == 2 + 4 + 3, "the last token of an answer has no KV"
     assert other.cached_tokens == 4
     held = states(loop)
-    held.pool.free(held.allocate(4))
+    held.pool.free(held.allocate(16))
     third = loop.submit([(TEXT, (3, 4)), A, answer, B, QUESTION], "p3", max_new_tokens=1)
     loop.run()
     assert third.cached_tokens == 0

@@ -97,6 +97,20 @@ def test_the_least_recently_used_goes_first(tree):
     assert nodes[1].slots is None and inner.slots is not None and found(tree, [2, 2]) == 0
 
 
+def test_answers_leave_most_of_the_pool_to_chunks(tree):
+    """The oldest of them goes, although chunks are older; and one that is read does not count."""
+    (states,) = tree.parts
+    chunks = [add(tree, [i, i]) for i in range(2)]
+    for i in range(3):
+        slots = torch.tensor([tree.allocator.left.pop()])
+        answer = tree.add(array("q", [i]), Namespace("text", None, None, "path"), slots, 0, 0).node
+        assert states.give(answer, states.for_text())
+        assert (states.num_evictable, states.pool.available_size()) == (3, 1)
+    tree.lock(answer)
+    states.pool.free([states.for_text()])
+    assert states.has(answer) and all(map(states.has, chunks))
+
+
 def test_a_locked_state_stays(tree):
     """A lock on a longer chunk holds that one's state, and only the KV of what it begins with."""
     (states,) = tree.parts

@@ -10,6 +10,11 @@ from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.parts import Part
 from sglang_lazy.cache.tree import RadixTree
+from sglang_lazy.core.keys import of_chunks
+
+TEXT_SHARE = 4
+"""States of text that no request reads take at most one in so many slots: most answers are never continued, and would
+push out chunks that many prompts share."""
 
 
 class StateSlots(Protocol):
@@ -58,6 +63,7 @@ class States(Part):
         self.pool.clear()
         self._heap = EvictionHeap(lambda node: node.state.last_use)
         self._unlocked: set[Node] = set()
+        self._texts: set[Node] = set()  # those of them that are no chunks
         self.num_locked = 0
 
     @property
@@ -98,7 +104,7 @@ class States(Part):
             node.state = State(node.last_use)
         node.state.locks += 1
         if node in self._unlocked:
-            self._unlocked.discard(node)
+            self._withdraw(node)
             self.num_locked += 1
 
     def unlock(self, node: Node, spread: int) -> None:
@@ -119,7 +125,13 @@ class States(Part):
 
     def _offer(self, node: Node) -> None:
         self._unlocked.add(node)
+        if not of_chunks(node.namespace):
+            self._texts.add(node)
         self._heap.push(node, self._unlocked)
+
+    def _withdraw(self, node: Node) -> None:
+        self._unlocked.discard(node)
+        self._texts.discard(node)
 
     # Adding
 
@@ -150,9 +162,11 @@ class States(Part):
             raise RuntimeError(f"out of states: {count} wanted, {self.pool.available_size()} free")
         return slots
 
-    def spare(self) -> int | None:
-        """A slot that is free, or whose state no request reads; None if there is none."""
-        if not self.pool.available_size() and (node := self._heap.pop(self._unlocked)) is not None:
+    def for_text(self) -> int | None:
+        """A slot that is free, or whose state no request reads, for text; None if there is none."""
+        if len(self._texts) >= max(1, self.pool.size // TEXT_SHARE):
+            self._evict(min(self._texts, key=lambda node: (node.state.last_use, node.id)))
+        elif not self.pool.available_size() and (node := self._heap.pop(self._unlocked)) is not None:
             self._evict(node)
         slots = self.pool.alloc(1)
         return None if slots is None else slots[0]
@@ -174,4 +188,4 @@ class States(Part):
         """Take the state, which is not locked, from its node."""
         self.pool.free([node.state.slot])
         node.state = None
-        self._unlocked.discard(node)
+        self._withdraw(node)

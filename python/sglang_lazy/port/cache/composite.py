@@ -187,7 +187,7 @@ class CompositeCache:
         assert table is not None
         if state.ahead or not req.finished() or up_to != req.kv.kv_committed_len:
             return
-        if (slot := states.spare()) is None:
+        if (slot := states.for_text()) is None:
             return
         table.recurrent.save(req, slot)
         self.rows.publish(req, up_to, chunked=False, num_lost=0)
