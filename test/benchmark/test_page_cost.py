@@ -4,7 +4,7 @@ import requests
 
 from benchmark.scheduler.page import Served, page_of
 from fakes.context import published
-from sglang_lazy.chunks.survey import PIECE
+from sglang_lazy.chunks.reports import PIECE
 
 
 def test_a_survey_over_many_chunks():

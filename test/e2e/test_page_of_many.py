@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 
 from benchmark.scheduler.page import Served, page_of
 from fakes.context import published
-from sglang_lazy.chunks.survey import TOP
+from sglang_lazy.chunks.reports import TOP
 from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
 
 pytestmark = pytest.mark.slow  # it takes seconds to have so many

@@ -10,7 +10,7 @@ from test_chunk_lists import deleted, id_of, listed, pieces_of_ranks
 from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
-from sglang_lazy.chunks import catalog, survey
+from sglang_lazy.chunks import catalog, reports
 from sglang_lazy.scheduler import control
 from sglang_lazy.serving import surveys
 from sglang_lazy.serving.surveys import Surveys, merged
@@ -26,7 +26,7 @@ def surveyed(*loops, between=lambda: None, tenant=None, everybody=False):
 
 
 def in_pieces_of(monkeypatch, size):
-    monkeypatch.setattr(survey, "PIECE", size)
+    monkeypatch.setattr(reports, "PIECE", size)
     monkeypatch.setattr(control, "PIECE", size)
     monkeypatch.setattr(catalog, "_SHARE", 1)
 
@@ -49,7 +49,7 @@ def check(found, chunks):
     assert found["chunks"]["pending"] == sum(chunk["state"] == "pending" for chunk in chunks)
     for name, (field, wanted) in LISTS.items():
         known = {chunk["id"]: chunk for chunk in chunks if chunk["tiers"] and wanted(chunk)}
-        best = sorted((chunk[field] for chunk in known.values() if chunk[field]), reverse=True)[: survey.TOP]
+        best = sorted((chunk[field] for chunk in known.values() if chunk[field]), reverse=True)[: reports.TOP]
         assert [chunk[field] for chunk in found[name]] == best
         assert all(known[chunk["id"]][field] == chunk[field] for chunk in found[name])
         assert len({chunk["id"] for chunk in found[name]}) == len(best)

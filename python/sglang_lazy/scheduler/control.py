@@ -8,9 +8,8 @@ from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.pins import Pins
-from sglang_lazy.chunks.reports import chunks_under_way, describe_chunk, state_of
+from sglang_lazy.chunks.reports import PIECE, chunks_under_way, describe_chunk, state_of, survey_chunks
 from sglang_lazy.chunks.row_cache import RowCache
-from sglang_lazy.chunks.survey import PIECE, survey_chunks
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.refusal import Refusal
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-from sglang_lazy.chunks.survey import SORTED_BY, TOP
+from sglang_lazy.chunks.reports import SORTED_BY, TOP
 from sglang_lazy.core.periods import merged as merged_rows
 from sglang_lazy.serving.pieces import AskPiece, Pieces, all_pieces
 
