@@ -20,8 +20,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_lazy.core.policy import ServerTraits, refusal
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
-from sglang_lazy.port.model import compat
+from sglang_lazy.port.model import compat, recurrent
 from sglang_lazy.port.model.layers import describe_layers
+from sglang_lazy.recurrent.pool import StateLayout
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -225,7 +226,7 @@ def lfm2_config(**changes):
 
 
 def test_the_defaults_fit_recurrent_layers():
-    assert compat.unfit_states(Args(**WITH_STATES), lfm2_config()) == []
+    assert recurrent.unfit_states(Args(**WITH_STATES), lfm2_config()) == []
 
 
 @pytest.mark.parametrize(
@@ -249,9 +250,21 @@ def test_unfit_flags_with_recurrent_layers(flag, value, reason):
     """One unsupported flag gives one reason, which names it; and none if the model has no such layers."""
     assert flag in ServerArgs.__struct_fields__
     args = Args(**{**WITH_STATES, flag: value})
-    (given,) = compat.unfit_states(args, lfm2_config())
+    (given,) = recurrent.unfit_states(args, lfm2_config())
     assert reason in given
-    assert compat.unfit_states(args, runner().model_config) == []
+    assert recurrent.unfit_states(args, runner().model_config) == []
+
+
+@pytest.mark.parametrize("strategy, share", [("no_buffer", 0.2), ("extra_buffer", 0)])
+def test_states_take_memory_only_where_chunks_are_reused(monkeypatch, strategy, share):
+    """Of 2 GiB that SGLang has for KV and states."""
+    layout = StateLayout(1, ((1, 256),), torch.float32)
+    monkeypatch.setattr(recurrent, "state_layout", lambda config: layout)
+    args = Args(**{**WITH_STATES, "mamba_radix_cache_strategy": strategy})
+    configurator = SimpleNamespace(model_config=lfm2_config(), server_args=args)
+    left = recurrent.leave_room(lambda _, memory: memory, configurator, 2.0)
+    assert left == pytest.approx(2 * (1 - share))
+    assert getattr(configurator.model_config, "lazy_num_states", 0) == int(share * 2**31 / 1024)
 
 
 class Layer(torch.nn.Module):

@@ -12,7 +12,7 @@ from oracle.models import MODELS
 from oracle.models.hybrids import HYBRIDS
 from oracle.quantised import FORMATS, WITH_EXPERTS
 from oracle.vision import VISION_MODELS
-from sglang_lazy.port.model import compat
+from sglang_lazy.port.model import compat, recurrent
 
 COMB = "CombLlamaForConditionalGeneration"
 OWN = {
@@ -74,7 +74,7 @@ def test_formats_of_experts_are_listed(name):
 
 def test_every_refused_flag_is_listed():
     """All that the checks read of flags and the environment is on the page, as a user spells it."""
-    source = "".join(map(inspect.getsource, (compat.unfit_flags, compat._unfit_tiers, compat.unfit_states)))
+    source = "".join(map(inspect.getsource, (compat.unfit_flags, compat._unfit_tiers, recurrent.unfit_states)))
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     options = {action.dest: action.option_strings for action in parser._actions}

@@ -167,32 +167,6 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
     }
 
 
-def unfit_states(args: ServerArgs, config: ModelConfig) -> list[str]:
-    """Reasons in the server's flags if the model has recurrent layers."""
-    if not is_recurrent(config):
-        return []
-    flags = flags_of(args)
-    strategy = flags.mamba_radix_cache_strategy
-    wanted = {
-        f"--mamba-radix-cache-strategy {strategy}: chunks support no_buffer": strategy != "no_buffer",
-        "the overlap scheduler with recurrent layers: the state at the end of an answer is not known "
-        "(--disable-overlap-schedule)": not flags.disable_overlap_schedule,
-        "--enable-hierarchical-cache: the host keeps no states of recurrent layers": flags.enable_hierarchical_cache,
-        "--speculative-algorithm with recurrent layers: a state has gone through drafts that are refused": (
-            flags.speculative_algorithm is not None
-        ),
-        "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
-        "LoRA with recurrent layers: not tested": bool(flags.enable_lora or flags.lora_paths),
-        "--tp-size over 1 with recurrent layers: not tested": flags.tp_size > 1,
-        "--enable-linear-replayssm: the state of a request is not in its slot": (
-            flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
-        ),
-        "--enable-int8-mamba-checkpoint: cached states have slots of another kind": flags.enable_int8_mamba_checkpoint,
-        "--enable-page-major-kv-layout: the states of a layer are not in one tensor": flags.enable_page_major_kv_layout,
-    }
-    return [reason for reason, applies in wanted.items() if applies]
-
-
 def _unfit_tiers(flags: Any) -> dict[str, bool]:
     """Reasons in the flags of the hierarchical cache."""
     wanted = {

@@ -33,13 +33,12 @@ from sglang_lazy.port.model.compat import (
     unfit_flags,
     unfit_kernels,
     unfit_model,
-    unfit_states,
 )
 from sglang_lazy.port.model.image_rows import place_rows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
 from sglang_lazy.port.model.probing import probing
-from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout
+from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout, unfit_states
 
 logger = logging.getLogger(__name__)
 

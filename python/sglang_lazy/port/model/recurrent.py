@@ -21,7 +21,7 @@ from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.cache.states import States
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.state import as_linked, linked
-from sglang_lazy.port.facts import pass_of
+from sglang_lazy.port.facts import flags_of, pass_of
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
 from sglang_lazy.recurrent.pieces import Pieces
@@ -63,6 +63,35 @@ def state_layout(config: Any) -> StateLayout | None:
 def num_attention_layers(config: Any) -> int:
     """How many layers of a model have attention."""
     return len(mambaish_config(config).full_attention_layer_ids) if is_recurrent(config) else config.num_hidden_layers
+
+
+def unfit_states(args: Any, config: Any) -> list[str]:
+    """Reasons in the server's flags, if the model has recurrent layers.
+
+    args: SGLang's `ServerArgs`.  config: its `ModelConfig`.
+    """
+    if not is_recurrent(config):
+        return []
+    flags = flags_of(args)
+    strategy = flags.mamba_radix_cache_strategy
+    wanted = {
+        f"--mamba-radix-cache-strategy {strategy}: chunks support no_buffer": strategy != "no_buffer",
+        "the overlap scheduler with recurrent layers: the state at the end of an answer is not known "
+        "(--disable-overlap-schedule)": not flags.disable_overlap_schedule,
+        "--enable-hierarchical-cache: the host keeps no states of recurrent layers": flags.enable_hierarchical_cache,
+        "--speculative-algorithm with recurrent layers: a state has gone through drafts that are refused": (
+            flags.speculative_algorithm is not None
+        ),
+        "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
+        "LoRA with recurrent layers: not tested": bool(flags.enable_lora or flags.lora_paths),
+        "--tp-size over 1 with recurrent layers: not tested": flags.tp_size > 1,
+        "--enable-linear-replayssm: the state of a request is not in its slot": (
+            flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
+        ),
+        "--enable-int8-mamba-checkpoint: cached states have slots of another kind": flags.enable_int8_mamba_checkpoint,
+        "--enable-page-major-kv-layout: the states of a layer are not in one tensor": flags.enable_page_major_kv_layout,
+    }
+    return [reason for reason, applies in wanted.items() if applies]
 
 
 def min_chunk(layout: StateLayout) -> int:
@@ -191,7 +220,8 @@ def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
 def leave_room(original: Callable, configurator: Any, rest_memory: float) -> float:
     """Around `KVCacheConfigurator._handle_max_mamba_cache`, which takes the states of requests from the memory that is
     left, in GiB: take those of chunks first."""
-    if (layout := state_layout(configurator.model_config)) is not None:
+    layout, args = state_layout(configurator.model_config), configurator.server_args
+    if layout is not None and not unfit_states(args, configurator.model_config):
         budget = LazyConfig.current().state_share * rest_memory
         configurator.model_config.lazy_num_states = int(budget * 2**30 / layout.slot_bytes)
         rest_memory -= budget
