@@ -473,8 +473,8 @@ def test_unfit_rotary_embeddings():
 def test_attention_without_rotation_beside_recurrent_layers():
     """There it is what the model means; but an attention layer that the check does not find is refused."""
     hidden = torch.nn.ModuleList([Layer().attn])
-    assert compat._unfit_layers(torch.nn.ModuleList([Layer()]), may_lack_rotation=True) == []
-    (given,) = compat._unfit_layers(hidden, may_lack_rotation=True)
+    assert compat.unfit_layers(torch.nn.ModuleList([Layer()]), may_lack_rotation=True) == []
+    (given,) = compat.unfit_layers(hidden, may_lack_rotation=True)
     assert "layers without a rotary embedding" in given
 
 

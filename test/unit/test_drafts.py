@@ -94,6 +94,15 @@ def test_a_prefill_reads_the_last_token_that_sglang_has():
 # Passes and graphs
 
 
+def test_a_model_that_the_link_path_cannot_serve_reads_chunks_as_they_are(monkeypatch, caplog):
+    """SGLang's attention stays, and the log says why."""
+    monkeypatch.setattr(drafts, "unfit_layers", lambda *_, **__: ["no rotation"])
+    given = table()
+    runner = SimpleNamespace(model=None, req_to_token_pool=SimpleNamespace(segment_table=given))
+    drafts.read_chunks(None, SimpleNamespace(draft_runner=runner))
+    assert given.model.draft is None and "fewer are accepted: no rotation" in caplog.text
+
+
 def table():
     layer = AttentionLayer(1, 1, 32, LayerRope(torch.zeros(16), 8, True, "cpu"), kernels=get_implementation("torch"))
     return SegmentTable(4, 1, "cpu", ServedModel({}, {0: layer}))

@@ -243,7 +243,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons += _unfit_to_draft(runner)
     if num_cross_layers(config):
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
-    return [*reasons, *_unfit_layers(runner.model, may_lack_rotation=is_recurrent(config))] or _unfit_pools(runner)
+    return [*reasons, *unfit_layers(runner.model, may_lack_rotation=is_recurrent(config))] or _unfit_pools(runner)
 
 
 def _unfit_to_draft(runner: Any) -> list[str]:
@@ -279,7 +279,7 @@ def kv_scales(layer: Any) -> tuple[float, float]:
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
-def _unfit_layers(model: torch.nn.Module, may_lack_rotation: bool) -> list[str]:
+def unfit_layers(model: torch.nn.Module, may_lack_rotation: bool) -> list[str]:
     """Reasons in the attention layers, each given once.
 
     may_lack_rotation: whether attention without positions is what the model means; elsewhere positions may be in its

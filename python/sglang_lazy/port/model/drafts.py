@@ -20,7 +20,7 @@ from sglang_lazy.core.state import as_linked, fill_of, linked
 from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import LinkAttention, with_link_path
-from sglang_lazy.port.model.compat import Unfit
+from sglang_lazy.port.model.compat import Unfit, unfit_layers
 from sglang_lazy.port.model.decode_rows import QueryRows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
@@ -83,8 +83,9 @@ def read_chunks(_result: Any, worker: Any) -> None:
         return
     try:
         model = describe_draft(runner)
-    except (Unfit, ValueError) as error:
-        logger.warning("sglang-lazy: drafts read chunks unrotated, so fewer are accepted: %s", error)
+    except Unfit as error:
+        reasons = "; ".join(error.reasons)
+        logger.warning("sglang-lazy: drafts read chunks unrotated, so fewer are accepted: %s", reasons)
         return
     table.model.draft = model
     with_link_path(worker.draft_extend_attn_backend, runner, table, model)
@@ -96,9 +97,14 @@ def read_chunks(_result: Any, worker: Any) -> None:
 
 
 def describe_draft(runner: Any) -> ServedModel:
-    """The loaded model of a draft's `ModelRunner`. Raises Unfit or ValueError if the link path cannot serve it."""
-    layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
-    layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
+    """The loaded model of a draft's `ModelRunner`. Raises Unfit if the link path cannot serve it."""
+    if reasons := unfit_layers(runner.model, may_lack_rotation=False):
+        raise Unfit(reasons)
+    try:
+        layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
+        layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
+    except ValueError as error:
+        raise Unfit([str(error)]) from error
     if any(layer.window is not None for layer in layers.values()):
         raise Unfit(["its layers have windows"])
     layers = choose_kernels(LazyConfig.current(), runner, layers)
