@@ -110,6 +110,9 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         ),
         "two-batch overlap: it splits the batch the segments belong to": flags.enable_two_batch_overlap,
         "pd-multiplexing: it runs two attention backends at once": flags.enable_pdmux,
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH: it replays the rows of an earlier step": (
+            envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
+        ),
         "--cuda-graph-backend-prefill full: such graphs replay SGLang's own attention, without linked rows": (
             flags.cuda_graph_config.prefill.backend == Backend.FULL  # however it was asked for
         ),
