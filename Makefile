@@ -5,7 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The set-up is repeated when the interpreter or what the two distributions ask for changes, not when tool settings do.
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
-READY := $(VENV)/.ready-$(KEY)
+SGLANG_READY := $(VENV)/.ready-$(KEY)
+# Beside them, as it needs nothing that they do not bring.
+READY := $(VENV)/.ready-policies-$(shell sed '/^\[tool/,$$d' sglang-lazy-policies/pyproject.toml | sha256sum | cut -c1-12)
 
 .PHONY: demo demo-exact test test-all test-research lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke lint-deploy setup mooncake key
 
@@ -98,9 +100,10 @@ $(FRAMEWORKS_READY): $(READY)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet -r examples/frameworks/requirements.txt
 	@touch $@
 
-wheels: $(READY) # both distributions, in dist/
-	rm -rf dist build sgl-kernel-lazy/build # setuptools would pack what an earlier build left there
+wheels: $(READY) # the three distributions, in dist/
+	rm -rf dist build sgl-kernel-lazy/build sglang-lazy-policies/build # setuptools would pack what an earlier build left there
 	$(BIN)/python -m build --wheel --outdir dist sgl-kernel-lazy
+	$(BIN)/python -m build --wheel --outdir dist sglang-lazy-policies
 	$(BIN)/python -m build --wheel --outdir dist .
 	$(BIN)/python .ci/missing_from_wheels.py dist/*.whl
 
@@ -133,7 +136,12 @@ setup: $(READY)
 key: # names the environment, for caches
 	@echo $(KEY)
 
-$(READY):
+$(READY): $(SGLANG_READY)
+	@# With PYTHONPATH set, pip would take the checkout for the installed distributions.
+	env -u PYTHONPATH $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e ./sglang-lazy-policies
+	@touch $@
+
+$(SGLANG_READY):
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: name another with `make PYTHON=python3.12 ...`" % v)'
 	@echo "Setting up $(VENV), once: SGLang and PyTorch, about 4 minutes and 9 GB."
 	$(PYTHON) -m venv $(VENV)

@@ -3,13 +3,15 @@
 import gc
 import itertools
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_lazy.testing import processes
-from support import forks
+from support import forks, plugins
 
 # Triton reads this when a kernel is defined, so it must be set before the first import of one.
 if not torch.cuda.is_available():
@@ -18,6 +20,12 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 processes.starter = forks.start
+# Processes find this checkout's policies as an installed plugin, whichever checkout the environment has them from.
+_plugin = tempfile.TemporaryDirectory()
+plugins.describe("sglang_lazy_policies:load", Path(_plugin.name))
+sys.path.insert(0, _plugin.name)
+_path = [_plugin.name, str(Path(__file__).parent / "sglang-lazy-policies"), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _path))
 # Imports make a million objects, which stay: visiting them again and again would take a quarter of the time.
 gc.disable()
 

@@ -4,7 +4,11 @@ import subprocess
 import sys
 import zipfile
 
-PACKAGES = {"python/": "python/sglang_lazy", "sgl-kernel-lazy/": "sgl-kernel-lazy/sgl_kernel_lazy"}
+PACKAGES = {
+    "python/": "python/sglang_lazy",
+    "sgl-kernel-lazy/": "sgl-kernel-lazy/sgl_kernel_lazy",
+    "sglang-lazy-policies/": "sglang-lazy-policies/sglang_lazy_policies",
+}
 
 packed = {name for wheel in sys.argv[1:] for name in zipfile.ZipFile(wheel).namelist()}
 missing = [

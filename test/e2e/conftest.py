@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_lazy.testing import log_tail
+from support import plugins
 
 HERE = Path(__file__).parent
 
@@ -43,16 +44,11 @@ def with_plugin(tmp_path_factory):
     @contextlib.contextmanager
     def with_plugin(load):
         folder = tmp_path_factory.mktemp("plugin")
-        name = load.__module__.rpartition(".")[2]  # one of its own: of equal names only the first is found
-        plugin = folder / f"{name}-1.dist-info"
-        plugin.mkdir()
-        (plugin / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        entry = f"{name} = {load.__module__}:{load.__name__}"
-        (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry}\n")
+        plugins.describe(f"{load.__module__}:{load.__name__}", folder)
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PYTHONPATH", path)
-            environment.syspath_prepend(plugin.parent)  # spawned processes inherit sys.path
+            environment.syspath_prepend(folder)  # spawned processes inherit sys.path
             yield
 
     return with_plugin

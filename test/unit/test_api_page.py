@@ -145,7 +145,8 @@ def test_metrics_of_tiers():
 
 SOURCE = "".join(
     re.sub(r'"\n\s*f?"', "", path.read_text(encoding="utf-8"))  # joins adjacent string literals
-    for path in (ROOT / "python").rglob("*.py")
+    for folder in ("python", "sglang-lazy-policies")
+    for path in (ROOT / folder).rglob("*.py")
 )
 
 

@@ -125,7 +125,10 @@ def test_the_image_is_of_the_sglang_that_the_plugin_supports():
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("FROM")][-1] == f"lmsysorg/sglang:v{SGLANG_VERSION}"
     kept = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert all((ROOT / name).exists() for name in kept) and {"pyproject.toml", "python", "sgl-kernel-lazy"} <= kept
+    assert (
+        all((ROOT / name).exists() for name in kept)
+        and {"pyproject.toml", "python", "sgl-kernel-lazy", "sglang-lazy-policies"} <= kept
+    )
     requirements = (ROOT / "benchmark/routing/requirements.txt").read_text().split()
     (smg,) = [line for line in requirements if line.startswith("smg==")]
     assert smg in (DEPLOY / "Dockerfile").read_text().split()

@@ -275,7 +275,7 @@ def test_link_follows_the_program(backend):
 
 @pytest.mark.parametrize("bad", ["", "blok", None, 1])
 def test_bad_links_are_refused(bad):
-    with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy'"):
+    with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'epic'"):
         sgl.link(bad)
     with pytest.raises(ValueError, match="ratio must be of type float, got 'much'"):
         sgl.link("query:ratio=much")

@@ -67,7 +67,7 @@ def test_parameters_make_policies_differ():
     assert all(one != other for one, other in itertools.combinations(policies, 2))
 
 
-KNOWN = "link must be one of 'block', 'full', 'copy', 'epic', 'query', .*'packet'"
+KNOWN = "link must be one of 'block', 'full', 'epic', 'query', .*'packet'.*"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_links_follow_registration_and_deletion():
             assert str(policy) == "base+some:share=0.5,what=this,count=4"
             with pytest.raises(ValueError, match="policy 'some' takes share, what, count, got 'whole=1'"):
                 get_policy("some:whole=1")
-            with pytest.raises(ValueError, match="'packet', 'some', or 'base'"):
+            with pytest.raises(ValueError, match="'packet', .*'some', or 'base'"):
                 get_policy("other")
         finally:
             del POLICIES["some"]

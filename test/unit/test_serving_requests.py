@@ -143,7 +143,7 @@ def test_bad_parameters(link, reason):
 
 @pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
 def test_bad_link(link):
-    known = "link must be one of 'block', 'full', 'copy'"
+    known = "link must be one of 'block', 'full', 'epic'"
     with pytest.raises(ValueError, match=f"{known}|link has 1 values for a batch of 2"):
         prompts().to_generate_args([[chunk(1)]] * 2, link=link)
     with pytest.raises(ValueError, match=known):

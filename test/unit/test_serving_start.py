@@ -281,7 +281,7 @@ def test_bad_values(bad):
 
 def test_an_unknown_policy_is_refused(no_start):
     for make in (Engine, Runtime):
-        with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy'.* got 'half'"):
+        with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'epic'.* got 'half'"):
             make(model_path="m", lazy_default_link="half")
         with pytest.raises(ValueError, match="ratio must be above 0"):
             make(model_path="m", lazy_default_link="query:ratio=0")

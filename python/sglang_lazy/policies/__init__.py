@@ -3,21 +3,20 @@
 A request's `link` is `name` or `name:parameter=value,...`. The prefix `base+` has chunks computed after a preamble:
 `base+epic:tokens=8`.
 
-To add a policy, derive from `sglang_lazy.core.policy.Policy` in a module of its own and register it here.
+To add a policy, derive from `sglang_lazy.core.policy.Policy` in a module of its own and register it, here or in a
+plugin of SGLang's, as the distribution `sglang-lazy-policies` is.
 """
 
 import dataclasses
 import functools
+import importlib.metadata
 from typing import Any
 
 from sglang_lazy.core.names import MAX_NAME
 from sglang_lazy.core.policy import Policy
-from sglang_lazy.policies.blend import Blend
 from sglang_lazy.policies.block import Block
-from sglang_lazy.policies.copy import Copy
 from sglang_lazy.policies.epic import Epic
 from sglang_lazy.policies.full import Full
-from sglang_lazy.policies.kvlink import KvLink
 from sglang_lazy.policies.packet import Packet
 from sglang_lazy.policies.query import Query
 from sglang_lazy.policies.static import Static
@@ -26,6 +25,9 @@ from sglang_lazy.policies.whole import Whole
 __all__ = ["POLICIES", "UnknownPolicy", "get_policy", "policy_elsewhere", "register"]
 
 POLICIES: dict[str, type[Policy]] = {}
+
+PACKAGED = ("copy", "blend", "kvlink")
+"""Policies that are in the distribution `sglang-lazy-policies`, a plugin of SGLang's."""
 
 BASE = "base"
 """Prefix that gives chunks a preamble; alone it means `base+block`."""
@@ -36,11 +38,13 @@ class UnknownPolicy(ValueError):
 
 
 def register(policy: type[Policy]) -> type[Policy]:
-    """Register a policy under its name in this process; usable as a class decorator.
+    """Register a policy under its name in this process; usable as a class decorator. Once more changes nothing.
 
     The server's processes must register it as well, through an entry point in the group `sglang.srt.plugins`.
-    Raises ValueError if the name is taken.
+    Raises ValueError if the name is taken by another.
     """
+    if POLICIES.get(policy.name) is policy:
+        return policy
     if policy.name in POLICIES or policy.name == BASE:
         raise ValueError(f"policy {policy.name!r} is registered already")
     POLICIES[policy.name] = policy
@@ -69,8 +73,10 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
     else:
         base, values, rest = "", {"preamble": "none"}, link
     name = rest.partition(":")[0]
+    if name not in POLICIES and name in PACKAGED:
+        _load_packaged()
     if name not in POLICIES:
-        raise _unknown(link)
+        raise _missing(link, name) if name in PACKAGED else _unknown(link)
     policy = POLICIES[name]
     if base and not policy.reuses:
         raise ValueError(f"link {link!r:.50}: {name} computes no chunks, so a preamble has no effect")
@@ -83,6 +89,12 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
         raise ValueError(f"link {link!r:.50}: {error}") from None
 
 
+def _load_packaged() -> None:
+    """Load the distribution's plugin if it is installed: clients load none, and servers check links before they do."""
+    for plugin in importlib.metadata.entry_points(group="sglang.srt.plugins", name="sglang_lazy_policies"):
+        plugin.load()()
+
+
 def policy_elsewhere(link: str) -> Policy:
     """`get_policy` in a process that another one has started, and which knows the policy of this name."""
     try:
@@ -93,6 +105,10 @@ def policy_elsewhere(link: str) -> Policy:
             "These load plugins: declare an entry point in the group 'sglang.srt.plugins', whose function calls "
             "sglang_lazy.policies.register"
         ) from None
+
+
+def _missing(link: str, name: str) -> UnknownPolicy:
+    return UnknownPolicy(f"link {link!r:.50}: {name} needs the package sglang-lazy-policies")
 
 
 def _unknown(link: Any) -> UnknownPolicy:
@@ -119,5 +135,5 @@ def _parameters(text: str, name: str, defaults: dict[str, Any]) -> dict[str, Any
     return defaults | values
 
 
-for _policy in (Block, Full, Copy, Epic, Query, Blend, Static, Whole, KvLink, Packet):
+for _policy in (Block, Full, Epic, Query, Static, Whole, Packet):
     register(_policy)

@@ -132,7 +132,8 @@ def declared() -> tuple[Hook, ...]:
 def others_installed() -> bool:
     """Whether plugins of SGLang's are installed that may add policies. Imports none."""
     packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
-    return not packages <= {"sglang_lazy", "smg_grpc_servicer"}  # SGLang requires the latter
+    known = {"sglang_lazy", "sglang_lazy_policies", "smg_grpc_servicer"}  # SGLang requires the last
+    return not packages <= known
 
 
 def check_policy(link: str) -> None:

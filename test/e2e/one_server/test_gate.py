@@ -103,7 +103,7 @@ def test_full_accepts_what_chunks_refuse(server):
 @pytest.mark.parametrize(
     "body, reason",
     [
-        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', 'epic'"),
         ({"segments": SEGMENTS, "link": 1}, "got 1"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full"]}, "link has 1 values for a batch of 2 prompts"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full", ""]}, "prompt 1 of the batch: link must be one of"),

@@ -406,7 +406,7 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk("x " * 3000), {}, "longer than the model's context length"),
         (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
         (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
-        (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'epic'"),
         (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1 and at most 1048576, got 0"),
         (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
@@ -632,7 +632,7 @@ def test_engine_refuses_bad_segments(engine):
         ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string"),
         ({"segments": ["x", sgl.chunk("y")], "sampling_params": {"beam_width": 2}}, "beam search"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
-        ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full', 'epic'"),
         ({"segments": ["x"], "link": "query:ratio=0"}, "ratio must be above 0 and at most 1"),
         ({"segments": ["x"], "sampling_params": {"temperature": "0"}}, "temperature: Expected `float`"),
     ):
