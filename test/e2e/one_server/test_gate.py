@@ -217,11 +217,10 @@ def test_verify_compares_all_policies(server):
         assert reason == refusal_message(server, segments=SEGMENTS, link=name)
         assert reason.startswith(f"link {name}: this model was not trained for it")
     assert list(report.policies) == [link for link in ALL if link not in report.left_out]
-    assert set(report.within_budget) == {
-        f"{base}{largest}"
-        for base in ("", "base+")
-        for largest in ("epic:tokens=64", "static:ratio=0.15", "query:ratio=0.15", "blend:ratio=0.15")
-    } - {"base+query:ratio=0.15"} | {"base+query:ratio=0.3"}
+    largest = ("epic:tokens=64", "static:ratio=0.15", "query:ratio=0.15", "blend:ratio=0.15", "whole:ratio=0.3")
+    assert set(report.within_budget) == {f"{base}{link}" for base in ("", "base+") for link in largest} - {
+        "base+query:ratio=0.15"
+    } | {"base+query:ratio=0.3"}
     for prompt, one in zip(prompts, report.comparisons, strict=True):
         for link, linked in one.linked.items():
             answer = generate(server, segments=prompt["segments"], link=link, sampling_params=FOUR)
