@@ -161,6 +161,18 @@ def test_queries_of_a_padded_batch():
     assert rows.req_pool_indices.is_contiguous(), "kernels read one number after the other"
 
 
+def test_requests_that_pad_a_batch_have_tokens():
+    """SGLang says that they have one, of which the first query of a draft's extension would see none, or fewer."""
+    batch = SimpleNamespace(
+        batch_size=2,
+        req_pool_indices=torch.tensor([3, 0]),
+        seq_lens=torch.tensor([7, 1]),
+        seq_lens_cpu=torch.tensor([7, 1]),
+    )
+    rows = QueryRows.of(batch, -3, 4)
+    assert rows.seq_lens.tolist() == rows.seq_lens_cpu.tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
+
+
 def test_shapes_are_captured_for_drafts_over_chunks():
     """Under a key of their own, if the model that drafts has the link path."""
     given, seen = table(), []

@@ -269,14 +269,15 @@ class ChunkAdmission:
             return  # neither locks nor pins hold memory that these take
         needed = min(self.budget.num_left(), self.facts.max_prefill)
         if len(running) == 1:
-            needed += 1
+            needed += max(1, self.facts.num_ahead)
         while (self.holders or len(self.pins)) and self.budget.num_free_now() < needed:
             if not self.revoke_newest():
                 self.pins.give_up()
 
-    def may_lack_slots(self, num_tokens: int) -> bool:
-        """Whether the next step may have fewer slots, while pins or a request in chunked prefill hold some."""
-        held = len(self.pins) or self.facts.chunked is not None
+    def may_lack_slots(self, num_running: int) -> bool:
+        """Whether the next step of so many requests may lack slots, while pins or a request in chunked prefill hold
+        some."""
+        held, num_tokens = len(self.pins) or self.facts.chunked is not None, num_running * max(1, self.facts.num_ahead)
         return bool(held) and self.rows.shares_pool and self.budget.num_free_now() < num_tokens
 
     def give_up_pins(self) -> bool:

@@ -64,7 +64,8 @@ class QueryRows(NamedTuple):
         bs, on_host = forward_batch.batch_size, forward_batch.seq_lens_cpu  # what SGLang's graphs are given is longer
 
         def by_query(lens: torch.Tensor) -> torch.Tensor:
-            return (lens[:bs, None] + torch.arange(first, first + num_queries, device=lens.device)).flatten()
+            seen = lens[:bs, None] + torch.arange(first, first + num_queries, device=lens.device)
+            return seen.clamp(min=1).flatten()  # a request that pads the batch of a graph has one token
 
         return cls(
             bs * num_queries,
