@@ -153,7 +153,7 @@ class Misses:
 
     async def of(self, tenant: Hashable, rid: str) -> Mapping[str, Miss]:
         """Why chunks of a prompt were not cached, by their ids; empty if that is not known."""
-        while self._waiting:
+        while any((one.tenant, one.rid) == (tenant, rid) for one in self._waiting):
             next(self._work)
             await asyncio.sleep(0)
         return self._misses.get((tenant, rid), {})

@@ -15,6 +15,9 @@ from sglang_lazy.serving.misses import Answered, Misses, Terms
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.usage import Usage
 
+MAX_RID = 200
+"""Longer ids of requests are not remembered, in characters."""
+
 
 class CachedTokens(int):
     """A count of cached prompt tokens that remembers, through sums too, how many of them came from chunks."""
@@ -148,8 +151,9 @@ def _record(meta_info: dict[str, Any], served: Served, usage: Usage, misses: Mis
     """Record a prompt that has been answered.  began: when it was sent to the scheduler, seconds since the epoch."""
     layout, chunks, now = served.plan.layout, meta_info["chunks"], time.time()
     namespace = Namespace("chunk", served.extra_key, layout.cache_salt)
+    rid = served.rid if len(served.rid) <= MAX_RID else None  # a client chooses it
     if served.is_counted:
-        usage.add(namespace, layout.link, chunks, meta_info["cached_tokens"].chunk, now, served.rid)
+        usage.add(namespace, layout.link, chunks, meta_info["cached_tokens"].chunk, now, rid or "")
     terms = Terms.of(served.adapter, served.plan.policy.preamble, served.input_ids[: layout.chunks[0][0]])
-    rid = served.rid if served.is_counted else None
-    misses.note(Answered(rid, tenant_of(namespace), terms, served.input_ids, chunks, began, now))
+    asked = rid if served.is_counted else None
+    misses.note(Answered(asked, tenant_of(namespace), terms, served.input_ids, chunks, began, now))

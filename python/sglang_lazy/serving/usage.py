@@ -62,7 +62,7 @@ class Usage:
 
         namespace: of its chunks.  chunks: its chunk report.
         num_reused: chunk tokens that were not computed for it.  now: seconds since the epoch.
-        rid: the id of the request.
+        rid: the id of the request; empty if nobody can ask for it.
         """
         used = tuple((chunk["id"], chunk["tokens"], chunk["hit"]) for chunk in chunks)
         self._prompts.append(Prompt(now, namespace, link, used, rid))
@@ -87,7 +87,7 @@ class Usage:
 
     def find(self, tenant: Hashable, everybody: bool, rid: str) -> Prompt | None:
         """The last prompt with this id of its request, None if it is not remembered."""
-        return next((prompt for prompt in self._of(tenant, everybody) if prompt.rid == rid), None)
+        return next((prompt for prompt in self._of(tenant, everybody) if rid and prompt.rid == rid), None)
 
     def uses(self, tenant: Hashable, everybody: bool, chunk_id: str) -> dict[str, Any]:
         """The prompts that use a chunk, and the chunks that occur with it.
