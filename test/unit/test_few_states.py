@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
@@ -69,6 +70,35 @@ def test_a_second_turn_begins_at_a_state():
     third = loop.submit([(TEXT, (3, 4)), A, answer, B, QUESTION], "p3", max_new_tokens=1)
     loop.run()
     assert third.cached_tokens == 0
+
+
+def test_pins_on_all_states_end():
+    """They hold no memory that SGLang counts; a prompt that needs a state would wait without end, and all behind it."""
+    loop = Loop(num_states=2)
+    loop.admission.pins.budget = 100
+    for chunk in (A, B):
+        loop.submit([chunk, QUESTION], f"ahead of {chunk}", max_new_tokens=1, ahead=True)
+    loop.run()
+    assert len(pin(loop, A, B)[0]) == states(loop).num_locked == 2
+    parent = loop.submit([C, QUESTION], "p0", max_new_tokens=1)
+    plain = loop.submit([QUESTION], "p1", max_new_tokens=1)
+    loop.run()
+    assert len(parent.output_ids) == len(plain.output_ids) == 1
+    assert lost(loop) == 0
+
+
+def test_a_second_turn_runs_beside_fills_that_want_its_state():
+    """Its text has a state, which can be evicted until it is matched: fills of the same batch must not count on it."""
+    loop = Loop(num_states=3)
+    first = loop.submit([A, (TEXT, (5, 6))], "p0", max_new_tokens=2)
+    loop.run()
+    assert states(loop).num_texts == 1
+    answer = (TEXT, (5, 6, *first.output_ids))
+    second = loop.submit([A, answer, QUESTION], "p1", max_new_tokens=1)
+    other = loop.submit([B, C, QUESTION], "p2", max_new_tokens=1)
+    loop.run()
+    assert len(second.output_ids) == len(other.output_ids) == 1
+    assert lost(loop) == 0
 
 
 def test_chunks_computed_ahead_leave_no_answer():

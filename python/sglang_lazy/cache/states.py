@@ -71,6 +71,11 @@ class States(Part):
         return len(self._unlocked)
 
     @property
+    def num_texts(self) -> int:
+        """How many of the evictable ones are no chunks'."""
+        return len(self._texts)
+
+    @property
     def num_bytes(self) -> dict[str, int]:
         """How much of the pool is read by requests, can be evicted, and is free."""
         free = self.pool.available_size()

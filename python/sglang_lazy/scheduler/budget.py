@@ -58,6 +58,11 @@ class Budget:
         states = self.rows.store.states
         return math.inf if states is None else states.pool.available_size() + states.num_evictable
 
+    def has_text_states(self) -> bool:
+        """Whether a request's text may have a state that is locked when the request is matched."""
+        states = self.rows.store.states
+        return states is not None and states.num_texts > 0
+
     def num_left(self) -> int:
         """How many tokens of the request in chunked prefill have no slots yet."""
         req = self.facts.chunked

@@ -48,6 +48,7 @@ class Candidates:
         self._free = budget.for_waiting(self._for_answers)
         self._free_windows = budget.windows_for_waiting(running)
         self._free_states = budget.states_for_waiting()
+        self._locks_text = budget.has_text_states()
         self._leaves_out = self._takes_more = False
 
     def add(self, waiting: Request) -> bool:
@@ -100,6 +101,10 @@ class Candidates:
         self._takes_more |= state is not None and state.num_own_slots > 0
         if self._exceeds(waiting, need):
             return False
+        if state is not None and self._locks_text:  # a state that fills of the same batch may count on
+            if self._free_states < 1:
+                return False
+            self._free_states -= 1
         self._free -= need
         self.requests[req] = None
         return True

@@ -182,10 +182,10 @@ class CompositeCache:
 
     def _save(self, req: Any, state: LinkedRequest, up_to: int) -> None:
         """Publish the text of a request that ends, with the state after it, without which it could not be read. Chunks
-        computed ahead of use have no text that anybody continues."""
+        computed ahead of use have no text that anybody continues, nor have probes."""
         table, states = table_of(self.req_to_token_pool), self.store.states
         assert table is not None
-        if state.ahead or not req.finished() or up_to != req.kv.kv_committed_len:
+        if state.ahead or state.probe is not None or not req.finished() or up_to != req.kv.kv_committed_len:
             return
         if (slot := states.for_text()) is None:
             return

@@ -212,6 +212,8 @@ def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
     if table is not None and table.recurrent is not None:
         linear = backend.linear_attn_backend
         stock = type(linear)
+        if stock not in LINKS:
+            raise ValueError(f"sglang-lazy: chunks do not keep the states of recurrent layers in {stock.__name__}")
         linear.__class__ = type(f"Link{stock.__name__}", (LINKS[stock], stock), {})
         linear.init_link_states(table.recurrent)
     return backend

@@ -210,8 +210,10 @@ def get_new_batch_prefill_raw(
     admission.put_back()
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        # With one pool for text and chunks, the head of the queue is admitted by now; with two, chunks may lack room.
-        lacks_room = scheduler.waiting_queue and not admission.rows.shares_pool
+        # With one pool for text and chunks, the head of the queue is admitted by now; with two, or where chunks have
+        # states as well, chunks may lack room, which pins hold.
+        has_own_pool = not admission.rows.shares_pool or admission.store.states is not None
+        lacks_room = scheduler.waiting_queue and has_own_pool
         if shown or admission.holders or lacks_room:
             admission.make_room()
     return batch, running_batch
