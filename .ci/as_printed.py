@@ -20,7 +20,8 @@ from pathlib import Path
 DEPENDENCIES = "/dependencies"
 sys.path[:0] = ["test", DEPENDENCIES]
 
-import yaml  # noqa: E402 (from there)
+# Behind the line that makes them importable.
+import yaml  # noqa: E402
 
 from support.pages import fenced, indented, pattern, read, run_python, section, swapped_chunks  # noqa: E402
 

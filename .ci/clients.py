@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 FRAMEWORKS = EXAMPLES / "frameworks"
 sys.path[:0] = [str(EXAMPLES)]
 
-# Behind the line that makes it importable.
+# Behind the line that makes the first importable.
 from tiny_model import tiny_server  # noqa: E402
 
 from sglang_lazy.testing.server import wait_for  # noqa: E402

@@ -48,6 +48,7 @@ class LinkStep(LinkAttention):
 class LinkSteps:
     """Mixed into the class of SGLang's container of drafting passes, `attn_backends`."""
 
+    # mypy does not know the class that this is mixed into: hence what it ignores below.
     attn_backends: list[Any]
     link_table: SegmentTable
 

@@ -69,6 +69,7 @@ class LinkDeltaRule(LinkStates):
         states = self.link_states(layer.layer_id, pieces)
         shown = Overlay(self, kernel_dispatcher=_Extend(states, self.link_extend))
 
+        # mypy does not know the class that this is mixed into, nor that of `LinkMamba2` below.
         def convolution_and_rule(last: torch.Tensor) -> torch.Tensor:
             return type(self)._forward_mis_segments(  # type: ignore[attr-defined]
                 shown,

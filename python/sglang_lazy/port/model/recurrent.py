@@ -176,6 +176,7 @@ class LinkConvolutions(AttentionBackend):
 
     def conv_state_metadata(self, layer_id: int, forward_batch: Any) -> ShortConvMetadata:
         """Of the pieces of the batch, each a sequence with a state of its own."""
+        # mypy does not know the class that this is mixed into.
         handle = super().conv_state_metadata(layer_id, forward_batch)  # type: ignore[misc]
         if (pieces := self.link_pieces) is None:
             return handle
