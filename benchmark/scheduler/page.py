@@ -241,7 +241,8 @@ def main() -> None:
             from playwright.sync_api import sync_playwright
 
             args.screenshots.mkdir(parents=True, exist_ok=True)
-            with page_of(served) as url, sync_playwright() as playwright:
+            shown = Served(num_chunks, args.prompts)  # another: the measurements have deleted chunks
+            with page_of(shown) as url, sync_playwright() as playwright:
                 browser = playwright.chromium.launch(executable_path=args.browser)
                 for name in SHOTS:
                     shoot(browser, url, name, args.screenshots / f"{name}-{num_chunks}.png")
