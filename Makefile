@@ -138,7 +138,7 @@ key: # names the environment, for caches
 
 $(READY): $(SGLANG_READY)
 	@# With PYTHONPATH set, pip would take the checkout for the installed distributions.
-	env -u PYTHONPATH $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e ./sglang-lazy-policies
+	env -u PYTHONPATH $(BIN)/python -m pip install --quiet --no-deps -e ./sglang-lazy-policies
 	@touch $@
 
 $(SGLANG_READY):
