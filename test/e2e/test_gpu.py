@@ -128,6 +128,8 @@ def options_of(name: str, **of_way) -> dict:
     # SGLang 0.5.23 cannot capture the prefill of Gemma 4's layers that share KV.
     if name.startswith(("cohere", "phi2")) or name == "gemma4":
         options["cuda_graph_backend_prefill"] = "disabled"
+    if name == "gpt-oss":  # what SGLang would choose, triton_kernels, asks for a Triton of its own
+        options["moe_runner_backend"] = "triton"
     return options
 
 
