@@ -21,6 +21,7 @@ class FakeServer:
     default_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_workers: int = 1
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_admin_key: bool = False
     is_idle: bool = True
     is_ending: bool = False
     asked: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)

@@ -17,18 +17,15 @@ import json
 import random
 import threading
 import time
-import types
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fastapi
 import numpy as np
 import torch
 import uvicorn
-from sglang.srt.entrypoints import http_server
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
@@ -43,9 +40,8 @@ from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import idle
 from sglang_lazy.port.scheduler.steps import cached_tokens_details
-from sglang_lazy.port.serving import chunk_routes, frontend, page
 from sglang_lazy.scheduler.control import ChunkControl
-from sglang_lazy.serving import chunk_calls
+from sglang_lazy.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving.chunk_lists import list_arguments
 from sglang_lazy.serving.results import chunk_report
 from sglang_lazy.testing.server import free_ports, wait_for
@@ -64,7 +60,7 @@ class Scheduler(FakeServer):
     """Answers for the HTTP process."""
 
     def __init__(self, control: ChunkControl):
-        super().__init__()
+        super().__init__(has_admin_key=True)
         self.control = control
 
     def answer(self, verb: str, **arguments: Any) -> dict[str, Any]:
@@ -166,22 +162,17 @@ WORK: dict[str, Callable[[Served], list[float]]] = {
 def page_of(served: Served) -> Iterator[str]:
     """Serve the page for the length of a `with` block; yields its URL."""
     app, (port,) = fastapi.FastAPI(), free_ports(1)
-    manager = types.SimpleNamespace(server_args=types.SimpleNamespace(admin_api_key="admin"))
-    chunk_routes.add_routes(app)
+    chunk_routes.add_routes(app, lambda: served.frontend)
     page.add_route(app)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run)
-    with (
-        mock.patch.object(frontend, "current", lambda: served.frontend),
-        mock.patch.object(http_server, "_global_state", types.SimpleNamespace(tokenizer_manager=manager)),
-    ):
-        thread.start()
-        try:
-            assert wait_for(lambda: server.started, timeout=30)
-            yield f"http://127.0.0.1:{port}{page.PAGE_ROUTE}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    thread.start()
+    try:
+        assert wait_for(lambda: server.started, timeout=30)
+        yield f"http://127.0.0.1:{port}{page.PAGE_ROUTE}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def shoot(browser: Any, url: str, name: str, file: Path) -> None:

@@ -7,12 +7,10 @@ with the same documents, with others, or not at all.
 
 import asyncio
 import time
-import types
 
 import fastapi
 import httpx
 import pytest
-from sglang.srt.entrypoints import http_server
 
 from fakes.loop import Loop
 from fakes.requests import CHUNK, TEXT
@@ -21,8 +19,7 @@ from fakes.storage import Storage
 from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM, Segment
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.serving import chunk_routes, frontend
-from sglang_lazy.serving import surveys
+from sglang_lazy.serving import chunk_routes, surveys
 from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
@@ -56,13 +53,10 @@ class Server(FakeServer):
         super().__init__(vocab_size=model.vocab_size, context_len=model.context_len)
         self.frontend = new_frontend(self)
         self.texts = SegmentTokenizer(CountingTokenizer())
-        monkeypatch.setattr(frontend, "current", lambda: self.frontend)
-        manager = types.SimpleNamespace(server_args=types.SimpleNamespace(admin_api_key=None))
-        monkeypatch.setattr(http_server, "_global_state", types.SimpleNamespace(tokenizer_manager=manager))
         monkeypatch.setattr(time, "time", lambda: 1000.0)
         monkeypatch.setattr(surveys, "MIN_AGE", 0.0)
         app = fastapi.FastAPI()
-        chunk_routes.add_routes(app)
+        chunk_routes.add_routes(app, lambda: self.frontend)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
     def answer(self, verb, **arguments):

@@ -12,8 +12,8 @@ from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
-from sglang_lazy.port.serving import page, scopes
-from sglang_lazy.serving.keys import Scope, read_keys
+from sglang_lazy.port.serving import scopes
+from sglang_lazy.serving.keys import Scope, opened_by, read_keys, sees_all_tenants
 
 SECRET = "0123456789abcdef"
 READ, CHUNKS, PROMPTS, ADMIN, TENANT = (f"key-with-scope-{name}" for name in ("read", "chunks", "prompts", "all", "a"))
@@ -118,7 +118,7 @@ def client(file, monkeypatch):
 
         def answer(request: fastapi.Request):
             salts = request.headers.getlist("X-Cache-Salt")
-            return {"salts": salts, "all": scopes.sees_all_tenants(request, keys.get("admin_api_key"))}
+            return {"salts": salts, "all": sees_all_tenants(request, bool(keys.get("admin_api_key")))}
 
         def marked(mark):
             def endpoint(request: fastapi.Request):
@@ -126,18 +126,18 @@ def client(file, monkeypatch):
 
             return mark(endpoint)
 
-        app.get("/read")(marked(scopes.opened_by(Scope.READ)))
-        app.get("/chunks")(marked(scopes.opened_by(Scope.CHUNKS)))
+        app.get("/read")(marked(opened_by(Scope.READ)))
+        app.get("/chunks")(marked(opened_by(Scope.CHUNKS)))
         app.get("/flush")(marked(auth_level(AuthLevel.ADMIN_OPTIONAL)))
         app.get("/weights")(marked(auth_level(AuthLevel.ADMIN_FORCE)))
         for path in ("/prompts", "/prompts/{model}", "/health"):
             app.get(path)(answer)
         monkeypatch.setattr(scopes, "_SHOW_KEYS", (shown := marked(lambda endpoint: endpoint),))
         app.get("/server_info")(shown)
+        scopes.close(app)
         apply(auth.HOOKS)
         keys = {"api_key": None, **keys}
         add_api_key_middleware(app, **keys)
-        page.ask_for_key(None, app, **keys)
         scopes.check_scopes(None, app, **keys)
         return TestClient(app, headers={"X-Other": "kept"})
 

@@ -6,13 +6,11 @@ import hashlib
 import json
 import re
 import time
-import types
 
 import fastapi
 import pytest
 from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
-from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from fakes.server import FakeServer, new_frontend
@@ -20,8 +18,8 @@ from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.labels import Label
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
-from sglang_lazy.port.serving import chunk_routes, frontend, page
-from sglang_lazy.serving import chunk_calls, chunk_lists, registration
+from sglang_lazy.port.serving import frontend, scopes
+from sglang_lazy.serving import chunk_calls, chunk_lists, chunk_routes, page, registration
 from sglang_lazy.serving.misses import WORDS, Answered, Terms
 from sglang_lazy.serving.tokenization import concatenate
 
@@ -57,10 +55,8 @@ class Server(FakeServer):
 
 @pytest.fixture
 def process(monkeypatch):
-    made, args = new_frontend(Server()), types.SimpleNamespace(admin_api_key=None)
+    made = new_frontend(Server())
     monkeypatch.setattr(frontend, "current", lambda: made)
-    state = types.SimpleNamespace(tokenizer_manager=types.SimpleNamespace(server_args=args))
-    monkeypatch.setattr(http_server, "_global_state", state)
     return made
 
 
@@ -72,20 +68,22 @@ def asked(process):
 
 def client(**keys):
     app = fastapi.FastAPI()
-    chunk_routes.add_routes(app)
+    chunk_routes.add_routes(app, frontend.current)
     page.add_route(app)
+    scopes.close(app)
     apply(auth.HOOKS)
     if keys:  # SGLang adds its middleware only if a key is set
         keys = {"api_key": None, "admin_api_key": None, **keys}
         add_api_key_middleware(app, **keys)
-        page.ask_for_key(None, app, **keys)
+        scopes.check_scopes(None, app, **keys)
     return TestClient(app)
 
 
 def test_every_route_needs_the_cache_managers_key():
     app = fastapi.FastAPI()
-    chunk_routes.add_routes(app)
+    chunk_routes.add_routes(app, frontend.current)
     page.add_route(app)
+    scopes.close(app)
     ours = [route for route in app.router.routes if route.path.startswith((chunk_routes.CHUNKS_ROUTE, page.PAGE_ROUTE))]
     methods = sorted(method for route in ours for method in route.methods)
     assert methods == ["DELETE", "DELETE", *["GET"] * 6, "PATCH", "POST"]
@@ -159,7 +157,7 @@ def test_parts_of_a_survey(process, asked):
     assert [prompt["chunks"][0]["hit"] for prompt in found["prompts"]] == [True]
     uses = http.get(f"/lazy/uses/{ID}{'0' * 48}", headers={"X-Cache-Salt": "a"}).json()
     assert uses["num_prompts"] == 1 and not uses["prompts"][0]["chunks"][0]["hit"]
-    http_server.get_global_state().tokenizer_manager.server_args.admin_api_key = "admin"
+    process.server.has_admin_key = True
     assert http.get(f"/lazy/uses/{ID}?all=true").json()["num_prompts"] == 2
 
 

@@ -4,14 +4,20 @@ import enum
 import hashlib
 import hmac
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fastapi import Request
 
 from sglang_lazy.core.names import check_name
 
 MIN_LENGTH, MAX_LENGTH = 16, 256
 """Characters of a key."""
+SCOPE = "_lazy_scope"
+"""Attribute of an endpoint: the scope that opens it."""
+KEY = "sglang_lazy.key"
+"""In the ASGI scope of a request: its key, if it is an application's."""
 
 
 class Scope(enum.StrEnum):
@@ -55,6 +61,25 @@ class Keys:
         digest = hashlib.sha256(secret.encode("latin-1")).digest()
         found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return found[0] if found else None
+
+
+def opened_by(scope: Scope) -> Callable[[Callable], Callable]:
+    """Decorator of an endpoint: open to keys with this scope, and to the key of SGLang's cache routes."""
+
+    def decorated(endpoint: Callable) -> Callable:
+        setattr(endpoint, SCOPE, scope)
+        return endpoint
+
+    return decorated
+
+
+def sees_all_tenants(http: Request, has_admin_key: bool) -> bool:
+    """Whether a request that has passed all checks of its key may see the chunks of all tenants.
+
+    has_admin_key: whether the server has a key of its administrator's.
+    """
+    key: Key | None = http.scope.get(KEY)
+    return has_admin_key if key is None else key.opens(Scope.ADMIN)
 
 
 def read_keys(path: str, others: Collection[str | None] = ()) -> Keys:

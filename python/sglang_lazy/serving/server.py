@@ -21,6 +21,7 @@ class Server(Protocol):
     default_params: sampling parameters of requests that do not give them.
     num_workers: how many processes take requests.
     adapters: the ids of the loaded LoRA adapters, by name.
+    has_admin_key: whether it has a key of its administrator's, apart from that of users.
     is_idle: whether no request is running, nor kept waiting by a pause.
     is_ending: whether the server is about to end.
     """
@@ -41,6 +42,8 @@ class Server(Protocol):
     def num_workers(self) -> int: ...
     @property
     def adapters(self) -> Mapping[str, str]: ...
+    @property
+    def has_admin_key(self) -> bool: ...
     @property
     def is_idle(self) -> bool: ...
     @property

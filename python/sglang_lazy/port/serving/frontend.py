@@ -75,6 +75,10 @@ class ManagedServer:
         return {name: ref.lora_id for name, ref in self._manager.lora_registry.get_all_adapters().items()}
 
     @property
+    def has_admin_key(self) -> bool:
+        return bool(self._manager.server_args.admin_api_key)
+
+    @property
     def is_idle(self) -> bool:
         return not (self._manager.rid_to_state or self._manager.is_pause)
 

@@ -15,15 +15,15 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import frontend, page, response_ids, stock_routes
+from sglang_lazy.port.serving import frontend, response_ids, scopes, stock_routes
 from sglang_lazy.port.serving.bodies import check_body, refuse_invalid
 from sglang_lazy.port.serving.chat import ChatRequest
-from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused, converting_ahead
 from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.port.serving.typed import convert_sampling_params
+from sglang_lazy.serving import chunk_routes, page
 from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
 from sglang_lazy.serving.prompts import refuse_without_segments
 from sglang_lazy.serving.salts import check_salts, salt_of
@@ -227,8 +227,9 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     app.add_exception_handler(OperationError, _operation_failed)
-    add_routes(app)
+    chunk_routes.add_routes(app, frontend.current)
     page.add_route(app)
+    scopes.close(app)
     app.add_exception_handler(RequestValidationError, refuse_invalid)
     app.openapi_schema = None
     # One of several tokenizer workers gets here while it starts, when the middleware has been built around the former

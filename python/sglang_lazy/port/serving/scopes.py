@@ -13,30 +13,19 @@ from starlette.datastructures import Headers
 from starlette.routing import Match
 
 from sglang_lazy.core.config import SALT_HEADER, LazyConfig
-from sglang_lazy.serving.keys import Key, Keys, Scope, read_keys
+from sglang_lazy.serving.keys import KEY, SCOPE, Key, Keys, Scope, read_keys
+from sglang_lazy.serving.page import AskForKey
 
-_SCOPE = "_lazy_scope"
-"""Attribute of an endpoint: the scope that opens it."""
-_KEY = "sglang_lazy.key"
-"""In the ASGI scope of a request: its key, if it is an application's."""
 _SHOW_KEYS = (http_server.server_info, http_server.get_server_info)
 """Endpoints that SGLang opens to its --api-key although their answers contain the flags, and so all its keys."""
 
 
-def opened_by(scope: Scope) -> Callable[[Callable], Callable]:
-    """Decorator of an endpoint: open to keys with this scope, and to the key of SGLang's cache routes."""
-
-    def decorated(endpoint: Callable) -> Callable:
-        setattr(endpoint, _SCOPE, scope)
-        return auth.auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
-
-    return decorated
-
-
-def sees_all_tenants(request: Request, admin_api_key: str | None) -> bool:
-    """Whether a request that has passed all checks of its key may see the chunks of all tenants."""
-    key: Key | None = request.scope.get(_KEY)
-    return bool(admin_api_key) if key is None else key.opens(Scope.ADMIN)
+def close(app: Any) -> None:
+    """Have SGLang ask for the key of its cache routes where a scope opens a route."""
+    for route in app.router.routes:
+        endpoint = getattr(route, "endpoint", None)
+        if hasattr(endpoint, SCOPE):
+            auth.auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
 
 
 class _CheckScopes:
@@ -61,7 +50,7 @@ class _CheckScopes:
         if key.tenant is not None:
             headers[SALT_HEADER.lower().encode()] = key.tenant.encode()
         kept = [(name, value) for name, value in scope["headers"] if name not in headers]
-        await self._app({**scope, "headers": [*kept, *headers.items()], _KEY: key}, receive, send)
+        await self._app({**scope, "headers": [*kept, *headers.items()], KEY: key}, receive, send)
 
     def _endpoint(self, scope: Any) -> Callable | None:
         """The endpoint that will serve a request, found as Starlette finds it; None if there is none."""
@@ -85,7 +74,7 @@ def _is_public(scope: Any) -> bool:
 
 
 def _needed(endpoint: Callable | None, level: AuthLevel) -> Scope:
-    if (scope := getattr(endpoint, _SCOPE, None)) is not None:
+    if (scope := getattr(endpoint, SCOPE, None)) is not None:
         return scope
     return Scope.PROMPTS if level == AuthLevel.NORMAL and endpoint not in _SHOW_KEYS else Scope.ADMIN
 
@@ -100,7 +89,8 @@ def _refusal(key: Key, needed: Scope, salts: list[str]) -> str | None:
 
 
 def check_scopes(_result: Any, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
-    """After `add_api_key_middleware`: add ours around it, if there is a file of keys."""
+    """After `add_api_key_middleware`: have the page ask for the key, and check the scopes of keys in a file."""
+    app.add_middleware(AskForKey)
     if path := LazyConfig.current().keys:
         assert admin_api_key, "check_keys has seen it"
         keys = read_keys(path, (api_key, admin_api_key))

@@ -6,7 +6,6 @@ from sglang_lazy.port.serving import (
     completions,
     http,
     messages,
-    page,
     protocol,
     responses,
     scopes,
@@ -49,10 +48,10 @@ HOOKS = (
         "a shadow compares answers with full prefill",
     ),
     feature(
-        "sglang.srt.utils.auth.add_api_key_middleware", page.ask_for_key, "AFTER", "the page of chunks asks for a key"
-    ),
-    feature(
-        "sglang.srt.utils.auth.add_api_key_middleware", scopes.check_scopes, "AFTER", "keys of applications have scopes"
+        "sglang.srt.utils.auth.add_api_key_middleware",
+        scopes.check_scopes,
+        "AFTER",
+        "the page of chunks asks for a key, and keys of applications have scopes",
     ),
     required(
         f"{_TOKENIZER_MANAGER}._init_req_state",

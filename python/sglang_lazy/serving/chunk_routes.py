@@ -7,18 +7,15 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Header, HTTPException, Path, Query, Request, Response
 from fastapi.responses import ORJSONResponse
-from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.openai.protocol import ErrorResponse
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
 from sglang_lazy.core.config import SALT_HEADER
-from sglang_lazy.port.serving import frontend
-from sglang_lazy.port.serving.page import PAGE_ROUTE
-from sglang_lazy.port.serving.scopes import opened_by, sees_all_tenants
 from sglang_lazy.serving import chunk_calls, chunk_schemas
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
-from sglang_lazy.serving.keys import Scope
+from sglang_lazy.serving.frontend import Frontend
+from sglang_lazy.serving.keys import Scope, opened_by, sees_all_tenants
 from sglang_lazy.serving.known_chunks import UnknownChunk
+from sglang_lazy.serving.page import PAGE_ROUTE
 from sglang_lazy.serving.registration import RETRY_S, Busy
 from sglang_lazy.serving.salts import check_cache_salt, salt_of
 
@@ -43,20 +40,25 @@ def _parsed(parse: Callable) -> Any:
 
 
 def _tenant(
-    request: Request,
+    http: Request,
     cache_salt: str | None = None,
     _described: Annotated[str | None, Header(alias=SALT_HEADER)] = None,
 ) -> str | None:
-    return check_cache_salt(salt_of(cache_salt, request.headers))
+    return check_cache_salt(salt_of(cache_salt, http.headers))
 
 
 Tenant = Annotated[str | None, _parsed(_tenant)]
 
 
-def _everybody(request: Request, all: bool = False) -> bool:
-    if all and not sees_all_tenants(
-        request, http_server.get_global_state().tokenizer_manager.server_args.admin_api_key
-    ):
+async def _frontend(http: Request) -> Frontend:
+    return http.app.state.lazy_frontend()
+
+
+Process = Annotated[Frontend, Depends(_frontend)]
+
+
+def _everybody(http: Request, frontend: Process, all: bool = False) -> bool:
+    if all and not sees_all_tenants(http, frontend.server.has_admin_key):
         reason = "all=true needs a server with --admin-api-key, and that key or one with the scope admin"
         raise _refused(reason, HTTPStatus.FORBIDDEN)
     return all
@@ -66,16 +68,19 @@ Everybody = Annotated[bool, Depends(_everybody)]
 ChunkId = Annotated[str, Path(json_schema_extra={"pattern": f"^[0-9a-f]{{{MIN_DIGITS},64}}$"})]
 
 
-async def _body(request: Request) -> Any:
+async def _body(http: Request) -> Any:
     try:
-        return await request.json()
+        return await http.json()
     except ValueError:
         raise ValueError("the body is not JSON") from None
 
 
 @opened_by(Scope.READ)
 async def list_chunks(
-    tenant: Tenant, everybody: Everybody, arguments: Annotated[dict[str, Any], _parsed(list_arguments)]
+    frontend: Process,
+    tenant: Tenant,
+    everybody: Everybody,
+    arguments: Annotated[dict[str, Any], _parsed(list_arguments)],
 ) -> dict[str, Any]:
     """One page of the caller's chunks.
 
@@ -102,32 +107,32 @@ async def list_chunks(
     or created, `order` desc or asc, `limit` 1 to 1000; `state` filters.
     """
     try:
-        return await chunk_calls.list_chunks(frontend.current(), tenant, everybody, arguments)
+        return await chunk_calls.list_chunks(frontend, tenant, everybody, arguments)
     except ValueError as error:
         raise _refused(error) from None
 
 
 @opened_by(Scope.READ)
-async def get_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
+async def get_chunk(frontend: Process, chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank.
 
     `registration` is null, `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` if the last one failed.
     """
     try:
-        return await chunk_calls.get_chunk(frontend.current(), tenant, chunk_id)
+        return await chunk_calls.get_chunk(frontend, tenant, chunk_id)
     except ValueError as error:
         raise _refused(error) from None
 
 
 @opened_by(Scope.CHUNKS)
-async def delete_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
+async def delete_chunk(frontend: Process, chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """Remove the KV of a chunk from the cache; if requests hold it, after they have ended ("state": "in use").
 
         {"requested": 1, "affected": [{"id": "9f0c…", "state": "deleted"}], "skipped": []}
 
     KV shared with a longer chunk stays, and so do copies in storage. A pin ends.
     """
-    return _one(chunk_id, await delete_chunks([chunk_id], tenant))
+    return _one(chunk_id, await delete_chunks(frontend, [chunk_id], tenant))
 
 
 def _one(chunk_id: str, answer: dict[str, Any]) -> dict[str, Any]:
@@ -140,16 +145,18 @@ def _one(chunk_id: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @opened_by(Scope.CHUNKS)
-async def delete_chunks(id: Annotated[list[str], Query(max_length=MAX_LIMIT)], tenant: Tenant) -> dict[str, Any]:
+async def delete_chunks(
+    frontend: Process, id: Annotated[list[str], Query(max_length=MAX_LIMIT)], tenant: Tenant
+) -> dict[str, Any]:
     """The same for several chunks: `DELETE /chunks?id=…&id=…`. `skipped` has the others, with reasons."""
     try:
-        return await chunk_calls.delete_chunks(frontend.current(), tenant, id)
+        return await chunk_calls.delete_chunks(frontend, tenant, id)
     except ValueError as error:
         raise _refused(error) from None
 
 
 @opened_by(Scope.CHUNKS)
-async def patch_chunk(request: Request, chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
+async def patch_chunk(frontend: Process, http: Request, chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """Pin a cached chunk, which keeps its KV on the device, or end its pin.
 
         {"pin": true, "ttl": 3600}
@@ -161,14 +168,14 @@ async def patch_chunk(request: Request, chunk_id: ChunkId, tenant: Tenant) -> di
     []}`, or 409 if it cannot be pinned. Pins end early if a running request could not continue otherwise.
     """
     try:
-        pin, ttl = pin_arguments(await _body(request))
-        return _one(chunk_id, await frontend.current().pins.set(tenant, [check_id(chunk_id)], pin, ttl))
+        pin, ttl = pin_arguments(await _body(http))
+        return _one(chunk_id, await frontend.pins.set(tenant, [check_id(chunk_id)], pin, ttl))
     except ValueError as error:
         raise _refused(error) from None
 
 
 @opened_by(Scope.CHUNKS)
-async def register_chunks(request: Request) -> Response:
+async def register_chunks(frontend: Process, http: Request) -> Response:
     """Compute chunks ahead of use.
 
         {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true,
@@ -179,20 +186,21 @@ async def register_chunks(request: Request) -> Response:
     `skipped` has those that could not be computed or pinned, with reasons. For `pin` and `ttl` see `patch_chunk`.
     """
     try:
-        body = await _body(request)
+        body = await _body(http)
         salt = body.get("cache_salt") if isinstance(body, dict) else None
-        salt, size = salt_of(salt, request.headers), len(await request.body())
-        answer = await chunk_calls.register_chunks(frontend.current(), salt, body, size)
+        salt, size = salt_of(salt, http.headers), len(await http.body())
+        answer = await chunk_calls.register_chunks(frontend, salt, body, size)
     except Busy as error:
-        refusal = ErrorResponse(message=str(error), type=HTTPStatus.TOO_MANY_REQUESTS.phrase, code=429)
-        return ORJSONResponse(refusal.model_dump(), 429, {"Retry-After": str(RETRY_S)})
+        status = HTTPStatus.TOO_MANY_REQUESTS
+        refusal = {"object": "error", "message": str(error), "type": status.phrase, "param": None, "code": status.value}
+        return ORJSONResponse(refusal, status, {"Retry-After": str(RETRY_S)})
     except ValueError as error:
         raise _refused(error) from None
     return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED if "accepted" in answer else HTTPStatus.OK)
 
 
 @opened_by(Scope.READ)
-async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+async def survey(frontend: Process, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The numbers that the page `/lazy` shows of the caller's chunks; its size does not grow with their number.
 
         {"time": 1763900000.1, "memory": {"device": {"size": 65536, "free": 1200}, "host": null},
@@ -214,22 +222,22 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     With many chunks, a survey is some seconds old. Query: `cache_salt` and `all` as for `list_chunks`.
     """
     try:
-        return await chunk_calls.survey(frontend.current(), tenant, everybody)
+        return await chunk_calls.survey(frontend, tenant, everybody)
     except ValueError as error:
         raise _refused(error) from None
 
 
 @opened_by(Scope.READ)
-async def uses(chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+async def uses(frontend: Process, chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
     try:
-        return chunk_calls.uses(frontend.current(), tenant, everybody, chunk_id)
+        return chunk_calls.uses(frontend, tenant, everybody, chunk_id)
     except ValueError as error:
         raise _refused(error) from None
 
 
 @opened_by(Scope.READ)
-async def why(rid: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+async def why(frontend: Process, rid: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """Why chunks of one of the caller's last prompts were not cached.
 
         {"rid": "5b1e…", "time": 1763900000.1, "link": "block", "cache_salt": null, "chunks": [
@@ -242,13 +250,14 @@ async def why(rid: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     like: the chunk that is nearly the same, null without one.
     """
     try:
-        return await chunk_calls.why(frontend.current(), tenant, everybody, rid)
+        return await chunk_calls.why(frontend, tenant, everybody, rid)
     except ValueError as error:
         raise _refused(error) from None
 
 
-def add_routes(app: Any) -> None:
-    """Add the routes, once."""
+def add_routes(app: Any, frontend: Callable[[], Frontend]) -> None:
+    """Add the routes, once.  frontend: returns the state of this process."""
+    app.state.lazy_frontend = frontend
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
         app.get(CHUNKS_ROUTE, **chunk_schemas.LIST)(list_chunks)
         app.post(CHUNKS_ROUTE, **chunk_schemas.REGISTER)(register_chunks)

@@ -8,8 +8,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-from sglang_lazy.port.serving.scopes import opened_by
-from sglang_lazy.serving.keys import Scope
+from sglang_lazy.serving.keys import Scope, opened_by
 
 PAGE_ROUTE = "/lazy"
 
@@ -66,8 +65,8 @@ def add_route(app: Any) -> None:
         app.get(PAGE_ROUTE, include_in_schema=False)(page)
 
 
-class _AskForKey:
-    """Middleware around SGLang's API key check, which a browser opening the page cannot pass: the 401's body is the
+class AskForKey:
+    """Middleware around a check of keys, which a browser opening the page cannot pass: the 401's body is the
     page, which is not secret and asks for the key."""
 
     def __init__(self, app: Any):
@@ -87,8 +86,3 @@ class _AskForKey:
                 await send(message)
 
         await self._app(scope, receive, send_page)
-
-
-def ask_for_key(_result: Any, app: Any, **_keys: Any) -> None:
-    """After `add_api_key_middleware`: add ours around it."""
-    app.add_middleware(_AskForKey)
