@@ -2,7 +2,9 @@
 
 import importlib
 import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
@@ -128,8 +130,21 @@ def compile_rows(row_bytes):
 
 
 def compile_states(dtype, v, k, matrices):
+    """The parts of a row come one after another, so registers that spill cost each of them their time."""
     blocks = dict(BLOCK_V=states.BLOCK_V, BLOCK_K=k, MATRIX=matrices)
-    return compile_kernel(states._link_states_kernel, dtype, states.NUM_WARPS, 3, V=v, K=k, **blocks)
+    kernel = compile_kernel(states._link_states_kernel, dtype, states.NUM_WARPS, 3, V=v, K=k, **blocks)
+    assert (spilled := stack_bytes(kernel)) == 0, f"{spilled} bytes a thread are spilled"
+    return kernel
+
+
+def stack_bytes(kernel) -> int:
+    """Local memory of each thread, by the resource usage that ptxas notes in the binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 # dtype, group, head_dim, rotary_dim, is_neox

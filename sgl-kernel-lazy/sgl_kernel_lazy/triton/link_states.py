@@ -6,14 +6,38 @@ import triton.language as tl
 
 from sgl_kernel_lazy.validation import check_state_inputs
 
-BLOCK_V, NUM_WARPS = 32, 4
+BLOCK_V, NUM_WARPS = 16, 4
+SLICE = tl.constexpr(32)
+"""How many rows of a transition are held in registers at once: a whole one would not fit."""
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of [ROWS, COLUMNS]."""
+    return tl.split(tl.permute(tl.reshape(x, ROWS, 2, COLUMNS // 2), 0, 2, 1))
+
+
+@triton.jit
+def _add_product(
+    state, transition, begin, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out + state T, for the state's columns from `begin` on, [ROWS, COLUMNS], and the rows of T that meet them."""
+    if COLUMNS > SLICE:
+        left, right = _halves(state, ROWS, COLUMNS)
+        out = _add_product(left, transition, begin, out, ROWS, COLUMNS // 2, K, BLOCK_K)
+        return _add_product(right, transition, begin + COLUMNS // 2, out, ROWS, COLUMNS // 2, K, BLOCK_K)
+    else:
+        i, k = begin + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_K)
+        t = tl.load(transition + i[:, None] * K + k[None, :], mask=(i < K)[:, None] & (k < K)[None, :], other=0.0)
+        return tl.dot(state, t.to(tl.float32), out, input_precision="tf32x3")
 
 
 @triton.jit
 def _after(
     state, transitions, additions, part, head, at, known,
     stride_transition, stride_transition_head, stride_addition, stride_addition_head,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, MATRIX: tl.constexpr,
+    K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     """state T + H of a part, for the elements `at` of a head's H."""
     part = part.to(tl.int64)
@@ -21,10 +45,7 @@ def _after(
     addition = additions + part * stride_addition + head * stride_addition_head
     h = tl.load(addition + at, mask=known, other=0.0).to(tl.float32)
     if MATRIX:
-        k = tl.arange(0, BLOCK_K)
-        inside = (k < K)[:, None] & (k < K)[None, :]
-        t = tl.load(transition + k[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
-        return tl.dot(state, t, h, input_precision="ieee")
+        return _add_product(state, transition, 0, h, BLOCK_V, BLOCK_K, K, BLOCK_K)
     return state * tl.load(transition).to(tl.float32) + h
 
 
@@ -52,7 +73,7 @@ def _link_states_kernel(
             state = _after(
                 state, chunk_transitions, chunk_states, part, head, at, known,
                 stride_chunk_transition, stride_chunk_transition_head, stride_chunk_state, stride_chunk_state_head,
-                K, BLOCK_K, MATRIX,
+                K, BLOCK_V, BLOCK_K, MATRIX,
             )  # fmt: skip
         else:
             piece = (-1 - part).to(tl.int64)
@@ -61,7 +82,7 @@ def _link_states_kernel(
                 state = _after(
                     state, piece_transitions, piece_states, piece, head, at, known,
                     stride_piece_transition, stride_piece_transition_head, stride_piece_state, stride_piece_state_head,
-                    K, BLOCK_K, MATRIX,
+                    K, BLOCK_V, BLOCK_K, MATRIX,
                 )  # fmt: skip
     if last is not None:
         tl.store(last + b.to(tl.int64) * stride_last + head * stride_last_head + at, state, mask=known)
