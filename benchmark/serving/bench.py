@@ -32,7 +32,7 @@ from benchmark.serving.arguments import add_server_arguments, positive_float, ty
 from benchmark.serving.case import Case, Run, parse_case, read_plan
 from benchmark.serving.contenders import Server, running, server_of
 from benchmark.serving.environment import describe_environment
-from benchmark.serving.models import load_tokenizer, model_flags, model_path, served_kv_bytes
+from benchmark.serving.models import draft_flags, load_tokenizer, model_flags, model_path, served_kv_bytes
 from benchmark.serving.pinning import pinned
 from sglang_lazy.testing import ServerError, device_flags, log_tail
 
@@ -213,7 +213,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = model_path(args.model, Path(scratch))
         kv_bytes = served_kv_bytes(path)
-        flags = [*device_flags(), *model_flags(args.model, path), "--enable-metrics", *args.server_flags]
+        flags = [*device_flags(), *model_flags(args.model, path), *draft_flags(args.model, path)]
+        flags += ["--enable-metrics", *args.server_flags]
         try:
             tokenizer = load_tokenizer(path)
             runs = [run for case in args.cases for run in case.runs(args.seed, tokenizer)]

@@ -25,6 +25,10 @@ COMB = {
 HOST_TIER = ("--enable-hierarchical-cache",)
 """Its size, `--hicache-size` in GB, is among the flags for every server; servers without the tier ignore it."""
 
+DRAFTS = ("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
+          "--speculative-num-draft-tokens", "4")  # fmt: skip
+"""Chains of three. The draft, `--speculative-draft-model-path`, is among the flags for every server."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Server:
@@ -50,10 +54,12 @@ CONTENDERS = {
     "stock": Contender(Server(STOCK), as_plain),
     "stock-again": Contender(Server(STOCK, number=1), as_plain),
     "stock-host": Contender(Server(STOCK, HOST_TIER), as_plain),
+    "stock-drafts": Contender(Server(STOCK, DRAFTS), as_plain),
     "stock-flashinfer": Contender(Server(STOCK, ("--attention-backend", "flashinfer")), as_plain),
     "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
     "lazy": Contender(Server(LAZY), as_chunks),
     "lazy-host": Contender(Server(LAZY, HOST_TIER), as_chunks),
+    "lazy-drafts": Contender(Server(LAZY, DRAFTS), as_chunks),
     "lazy-triton": Contender(Server(LAZY, ("--lazy-kernels", "triton")), as_chunks),
     "copy": Contender(Server(LAZY, ("--lazy-default-link", "copy")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),

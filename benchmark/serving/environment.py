@@ -25,6 +25,7 @@ def describe_environment(*, commit: str | None, seed: int, server_flags: list[st
         "versions": {name: version(name) for name in ("sglang", "torch", "triton", "flashinfer-python")},
         "commit": commit or _git_commit(),
         "command": _command(),
+        "variables": {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")},
         "server_flags": shlex.join(server_flags),
         "seed": seed,
     }

@@ -71,8 +71,25 @@ ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
 """Token ids that every model here has, excluding special ones."""
 
 
+DRAFT_VOCAB = 32000
+DRAFT_FOLDER = "draft"
+
+
+def draft_of(shape: dict) -> dict:
+    """The shape of an EAGLE3 head: a Llama's layer as wide as the model's, which guesses 32,000 tokens."""
+    head = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFT_VOCAB,
+    }
+    return {**shape, **head}
+
+
 def build_model(directory: Path, shape: dict) -> Path:
-    """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights."""
+    """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights, and a draft for it."""
+    (directory / DRAFT_FOLDER).mkdir()
+    (directory / DRAFT_FOLDER / "config.json").write_text(json.dumps(draft_of(shape), indent=2))
     (directory / "config.json").write_text(json.dumps(shape, indent=2))
     (directory / "lazy_tokens.json").write_text(json.dumps(TRAINED_TOKENS))
     train_tokenizer(all_texts(load_sample())).save_pretrained(directory)
@@ -96,6 +113,11 @@ def model_path(model: str, scratch: Path) -> str:
 def model_flags(model: str, path: str) -> list[str]:
     """The server flags that load `model`, which is at `path`."""
     return ["--model-path", path, *(["--load-format", "dummy"] if model in SHAPES else [])]
+
+
+def draft_flags(model: str, path: str) -> list[str]:
+    """The flag that names the draft for `model`, which is at `path`; servers that do not speculate ignore it."""
+    return ["--speculative-draft-model-path", str(Path(path, DRAFT_FOLDER))] if model in SHAPES else []
 
 
 def served_kv_bytes(path: str) -> int:

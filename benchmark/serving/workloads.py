@@ -261,6 +261,34 @@ class Latency(Workload):
         return sorted(stages, key=lambda stage: PHASES.index(stage.phase)) if self.apart else stages
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch(Workload):
+    """Requests that decode together: all at once with new chunks (`cold`), then again and again with the same chunks in
+    the same order, each time with new questions (`steady`)."""
+
+    batch: int = option("requests at once", 8, least=1)
+    group: int = option("requests that have the same chunks", 1, least=1)
+    chunk_len: int = option("tokens of a chunk", 1024, least=1)
+    chunks: int = option("chunks of a request", 5, least=1)
+    question_len: int = option("tokens after the chunks", 32, least=1)
+    output_len: int = option("tokens of the answer", 256, least=2)
+    rounds: int = option("batches measured as steady state", 5, least=1)
+
+    def stages(self, seed: int, encode: Encode) -> list[Stage]:
+        rng = random.Random(seed)
+        groups = [
+            [chunk(random_tokens(rng, self.chunk_len)) for _ in range(self.chunks)]
+            for _ in range(-(-self.batch // self.group))
+        ]
+
+        def stage(phase: str) -> Stage:
+            questions = [text(random_tokens(rng, self.question_len)) for _ in range(self.batch)]
+            prompts = [[*groups[number // self.group], question] for number, question in enumerate(questions)]
+            return Stage(phase, [[Turn(prompt, self.output_len)] for prompt in prompts])
+
+        return [stage("cold"), *(stage("steady") for _ in range(self.rounds))]
+
+
 WORKLOADS: dict[str, type[Workload]] = {
     "synthetic": Synthetic,
     "retrieval": Retrieval,
@@ -268,4 +296,5 @@ WORKLOADS: dict[str, type[Workload]] = {
     "agent": Agent,
     "chat": Chat,
     "latency": Latency,
+    "batch": Batch,
 }

@@ -12,6 +12,7 @@ from benchmark.serving.case import parse_case, read_plan
 from benchmark.serving.workloads import (
     PHASES,
     Agent,
+    Batch,
     Chat,
     Latency,
     Retrieval,
@@ -92,6 +93,7 @@ def test_chunks_of_a_request_are_distinct(alpha):
         Agent(pool=4, chunk_len=3, system_len=5, message_len=2, num_prompts=2, cold_prompts=1),
         Chat(num_prompts=5),
         Latency(chunks=3, chunk_len=4, num_prompts=2),
+        Batch(batch=3, chunk_len=4, rounds=2),
     ],
     ids=lambda workload: type(workload).__name__,
 )
@@ -151,6 +153,18 @@ def test_latency_apart():
     assert [stage.phase for stage in apart] == [phase for phase in PHASES for _ in range(4)]
     for phase in PHASES:
         assert [stage for stage in apart if stage.phase == phase] == [stage for stage in mixed if stage.phase == phase]
+
+
+def test_batch():
+    """Every batch has the first one's chunks, in their order, behind them questions that never repeat."""
+    stages = Batch(batch=5, group=2, chunks=3, chunk_len=4, question_len=6, rounds=2).stages(0, encode)
+    assert [stage.phase for stage in stages] == ["cold", "steady", "steady"]
+    batches = [[turn for [turn] in stage.conversations] for stage in stages]
+    contexts = [[chunks_of(turn.segments) for turn in batch] for batch in batches]
+    a, a2, b, b2, c = contexts[0]
+    assert a == a2 and b == b2 and contexts == [contexts[0]] * 3
+    assert len({tuple(chunk) for chunks in (a, b, c) for chunk in chunks}) == 9
+    assert len({tuple(turn.segments[-1]["input_ids"]) for batch in batches for turn in batch}) == 15
 
 
 def test_chat():
