@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.serving.ranks import choose_rank, learned
+from sglang_lazy.port.serving.requests import choose_rank, learned
 from sglang_lazy.serving.plans import Plan
 
 A, B = [1, 2, 3, 4], [5, 6]

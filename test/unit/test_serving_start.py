@@ -22,7 +22,7 @@ from sglang_lazy.port.cpu import backends_for_cpu, bounded_pool, replace_triton
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.scheduler.steps import check_default_preamble
-from sglang_lazy.port.serving import selftest, workers
+from sglang_lazy.port.serving import frontend, selftest
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
 CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
@@ -246,8 +246,8 @@ def test_workers_without_our_hooks_are_refused(monkeypatch):
     for main in (types.ModuleType("__main__"), sys):
         monkeypatch.setitem(sys.modules, "__main__", main)
         with pytest.raises(RuntimeError, match="python -m sglang_lazy.launch_server"):
-            workers.share(None, SimpleNamespace(tokenizer_manager=router))
-    assert workers._ADDRESS not in os.environ
+            frontend.share(None, SimpleNamespace(tokenizer_manager=router))
+    assert frontend._ADDRESS not in os.environ
 
 
 # The configuration

@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.utils import watchdog as stock
 
-from sglang_lazy.port.watchdog import skip_impossible_dump, watch_schedulers
+from sglang_lazy.port.repairs.processes import skip_impossible_dump, watch_schedulers
 
 SLEEP = "import sys, time; from setproctitle import setproctitle; setproctitle({title!r}); {then}; time.sleep(600)"
 START = "import subprocess; subprocess.Popen([sys.executable, '-c', {program!r}]); print(flush=True)"

@@ -27,7 +27,7 @@ def activate(config: LazyConfig) -> None:
     config.to_env()
     install()
 
-    from sglang_lazy.port.watchdog import start_resource_tracker
+    from sglang_lazy.port.repairs.processes import start_resource_tracker
 
     start_resource_tracker()
 
@@ -70,7 +70,7 @@ def install() -> None:
 
 def declared() -> tuple[Hook, ...]:
     """All hooks, in the order in which they are applied: of two with one target, the later wraps the earlier."""
-    from sglang_lazy.port import cpu, graphs, watchdog
+    from sglang_lazy.port import cpu, graphs
     from sglang_lazy.port.comb import lora as comb_lora
     from sglang_lazy.port.comb import pool as comb_pool
     from sglang_lazy.port.model import drafts, model_runner, probing, recurrent
@@ -80,6 +80,7 @@ def declared() -> tuple[Hook, ...]:
         auth,
         logs,
         operators,
+        processes,
         sessions,
         stored_responses,
     )
@@ -94,7 +95,19 @@ def declared() -> tuple[Hook, ...]:
         steps,
         storage,
     )
-    from sglang_lazy.port.serving import malformed, surfaces, tenants
+    from sglang_lazy.port.serving import (
+        chat,
+        completions,
+        frontend,
+        http,
+        malformed,
+        messages,
+        protocol,
+        responses,
+        scopes,
+        shadow,
+        tokenizer_manager,
+    )
 
     modules = (
         cpu,
@@ -103,6 +116,7 @@ def declared() -> tuple[Hook, ...]:
         auth,
         logs,
         operators,
+        processes,
         sessions,
         stored_responses,
         control,
@@ -119,12 +133,19 @@ def declared() -> tuple[Hook, ...]:
         graphs,
         probing,
         drafts,
-        surfaces,
+        http,
+        frontend,
+        scopes,
         malformed,
-        tenants,
+        tokenizer_manager,
+        shadow,
+        chat,
+        completions,
+        responses,
+        messages,
+        protocol,
         chunk_metrics,
         idle,
-        watchdog,
     )
     return tuple(hook for module in modules for hook in module.HOOKS)
 

@@ -9,7 +9,8 @@ If a worker publishes KV events (`follow`), the index also has chunks that other
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Hashable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 IMBALANCE, SLACK = 1.25, 2
@@ -137,3 +138,14 @@ class Pick:
     def answered(self, hits: Mapping[Any, bool]) -> None:
         """Learn from the worker's answer.  hits: whether each chunk was cached, as far as the answer says."""
         self._picker._learn(self, hits)
+
+
+async def learning(
+    outputs: AsyncGenerator[dict, None], pick: Pick, names: Sequence[Hashable]
+) -> AsyncGenerator[dict, None]:
+    """`outputs` of a request, learning from its chunk report which chunks its worker had.  names: of the chunks."""
+    async with aclosing(outputs):
+        async for out in outputs:
+            if (report := out["meta_info"].get("chunks")) is not None:
+                pick.answered({name: chunk["hit"] for name, chunk in zip(names, report, strict=True)})
+            yield out

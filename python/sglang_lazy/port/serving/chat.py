@@ -8,6 +8,7 @@ from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_va
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.labels import Label
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.limits import taking_chunks
@@ -183,3 +184,13 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     adapted.extra_key = request.extra_key  # as in all APIs, the layout carries the cache salt
     adapted.sampling_params = prompts.with_plan(adapted.sampling_params, plan)
     return adapted, request
+
+
+HOOKS = (
+    feature(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
+        convert_request,
+        "AROUND",
+        "chats with chunks",
+    ),
+)

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.limits import taking_chunks
 from sglang_lazy.port.serving.malformed import reading
@@ -78,3 +79,13 @@ def _check(serving: Any, request: CompletionsRequest) -> None:
             raise ValueError(f"segments cannot be combined with {field}: leave it out, or empty")
     if serving.template_manager.completion_template_name is not None:
         raise ValueError("segments cannot be combined with a completion template (--completion-template)")
+
+
+HOOKS = (
+    feature(
+        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+        convert_request,
+        "AROUND",
+        "completions with chunks",
+    ),
+)

@@ -1,25 +1,41 @@
-"""The state of an HTTP process or an `Engine`, and SGLang's tokenizer manager as the `Server` behind it."""
+"""The state of an HTTP process or an `Engine`, and SGLang's tokenizer manager as the `Server` behind it.
+
+The process of our command spawns tokenizer workers, so that each imports the command first and has all hooks; it also
+keeps the state that they share.
+"""
 
 import asyncio
 import functools
+import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from fastapi import HTTPException
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter, TokenizerWorker
+from sglang.srt.utils import kill_itself_when_parent_died
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.facts import dp_size
+from sglang_lazy.port.hooks import required
 from sglang_lazy.port.scheduler.control import ChunksReqInput, ChunksReqOutput
 from sglang_lazy.serving.frontend import Frontend
+from sglang_lazy.serving.known_chunks import KnownChunks
+from sglang_lazy.serving.labels import Labels
+from sglang_lazy.serving.registration import Registrations, WorkerRegistrations
 from sglang_lazy.serving.server import Repeated
+from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 
 _ATTR = "_sglang_lazy_frontend"
+_COMMAND = "sglang_lazy.launch_server"
+_ADDRESS = "SGLANG_LAZY_SHARED"
+"""Environment variable with the address of the `ObjectServer`."""
 
 
 def frontend_of(manager: Any) -> Frontend:
@@ -140,3 +156,37 @@ class ManagedServer:
         # `abort_request` would count it among the users' aborted requests.
         self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
         return True
+
+
+def share(_result: Any, global_state: Any) -> None:
+    """After `http_server.set_global_state`, called first by the spawning process and then by each worker: share state.
+
+    Raises RuntimeError in a process whose workers would lack the hooks.
+    """
+    manager = global_state.tokenizer_manager
+    if isinstance(manager, MultiTokenizerRouter):
+        if getattr(sys.modules["__main__"].__spec__, "name", None) != _COMMAND:
+            raise RuntimeError(f"several tokenizer workers need a server that python -m {_COMMAND} has started")
+        chunks, progress, labels = KnownChunks(), Registrations(), Labels()
+        server = ObjectServer(
+            lambda: {"chunks": chunks, "registrations": WorkerRegistrations(progress), "labels": labels}
+        )
+        os.environ[_ADDRESS] = server.address
+    elif isinstance(manager, TokenizerWorker):
+        kill_itself_when_parent_died()  # it would go on listening, and nobody would answer
+        calls = connect(os.environ[_ADDRESS])
+        frontend = frontend_of(manager)
+        frontend.known = cast(KnownChunks, Proxy(calls, "chunks"))
+        frontend.registrations = cast(Registrations, Proxy(calls, "registrations"))
+        frontend.labels = cast(Labels, Proxy(calls, "labels"))
+
+
+HOOKS = (
+    required(
+        "sglang.srt.entrypoints.http_server.set_global_state",
+        share,
+        "AFTER",
+        "http",
+        "tokenizer workers share what they know of chunks",
+    ),
+)

@@ -14,6 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
+from sglang_lazy.port.hooks import required
 from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.serving import frontend, response_ids, scopes, stock_routes
 from sglang_lazy.port.serving.bodies import check_body, refuse_invalid
@@ -252,3 +253,14 @@ def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
         response_class=stock.response_class,
         dependencies=stock.dependencies,
     )
+
+
+HOOKS = (
+    required(
+        "sglang.srt.entrypoints.http_server.set_global_state",
+        install_routes,
+        "AFTER",
+        "http",
+        "routes take prompts with chunks",
+    ),
+)

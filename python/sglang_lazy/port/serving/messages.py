@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, model_validator
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
@@ -67,3 +68,13 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
     ours._chunk_parts, ours._refusal = request._chunk_parts, Refused
     return ours
+
+
+HOOKS = (
+    feature(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
+        convert_messages,
+        "AROUND",
+        "Anthropic messages with chunks",
+    ),
+)

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from sglang.srt.entrypoints.openai import protocol
 
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.serving.results import CachedTokens
 
 
@@ -32,3 +33,20 @@ def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:
     """After `cached_tokens_details_from_dict`: copy the part from chunks."""
     details.chunk = raw.get("chunk")
     return details
+
+
+_OPENAI = "sglang.srt.entrypoints.openai"
+HOOKS = (
+    feature(
+        f"{_OPENAI}.protocol.PromptTokensDetails.__init__",
+        usage_details,
+        "AFTER",
+        "usage tells tokens of reused chunks",
+    ),
+    feature(
+        f"{_OPENAI}.utils.cached_tokens_details_from_dict",
+        cached_tokens_details,
+        "AFTER",
+        "usage tells tokens of reused chunks",
+    ),
+)

@@ -1,13 +1,21 @@
-"""What SGLang's `GenerateReqInput` has of a prompt with chunks."""
+"""What SGLang's `GenerateReqInput` has of a prompt with chunks: its plan, its data-parallel rank, and its report.
 
-from collections.abc import Mapping
+Each rank has its own cache, so a prompt goes to a rank that has its chunks. SGLang's controller sends a request to the
+rank that it names, and distributes others by `--load-balance-method`.
+"""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Hashable, Mapping
 from typing import Any
 
+from sglang_lazy.core.keys import digests
 from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
+from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.serving.picker import learning
 from sglang_lazy.serving.plans import PackedPlan, Plan
 from sglang_lazy.serving.results import Served, SharedReport
 
-_SHARED_ATTR = "_sglang_lazy_shared_report"
+_SHARED_ATTR, _PICK = "_sglang_lazy_shared_report", "_sglang_lazy_pick"
 
 _REFUSED = {
     "input_embeds": "input embeddings",
@@ -53,6 +61,34 @@ def check_request(obj: Any, layout: PromptLayout, limit: ChunkLimit) -> None:
             f"prompt logprobs from position {start} need tokens that are reused from chunks: the last chunk ends at "
             f"position {chunks_end}, so logprob_start_len must be at least {chunks_end}, or -1 for none"
         )
+
+
+def choose_rank(manager: Any, obj: Any, plan: Plan, input_ids: list[int]) -> None:
+    """Choose the rank of a prompt that reuses chunks, unless the request names one. Does nothing with a single rank."""
+    if manager.server_args.dp_size == 1:
+        return
+    running = Counter(getattr(state.obj, "routed_dp_rank", None) for state in manager.rid_to_state.values())
+    named = obj.routed_dp_rank
+    ranks = range(manager.server_args.dp_size) if named is None else (named,)
+    names = _names(obj, plan, input_ids)
+    sizes = {name: end - start for name, (start, end) in zip(names, plan.layout.chunks, strict=True)}
+    pick = frontend_of(manager).picker.pick(sizes, {rank: running[rank] for rank in ranks})
+    obj.routed_dp_rank = pick.worker
+    setattr(obj, _PICK, (pick, names))
+
+
+def _names(obj: Any, plan: Plan, input_ids: list[int]) -> list[Hashable]:
+    """Keys that identify each chunk's KV, as far as the HTTP process knows."""
+    chunks, kind = plan.layout.chunks, plan.policy.preamble
+    lead = input_ids[: chunks[0][0]] if kind == "lead" else ()
+    namespace = (obj.extra_key, obj.cache_salt, obj.lora_id, kind, *lead)
+    return [(digest, hash(namespace)) for digest in digests(input_ids, chunks)]
+
+
+def learned(outputs: AsyncGenerator[dict, None], obj: Any) -> AsyncGenerator[dict, None]:
+    """`outputs` of a request, learning from its chunk report which chunks its rank had."""
+    chosen = getattr(obj, _PICK, None)
+    return outputs if chosen is None else learning(outputs, *chosen)
 
 
 def share_report(obj: Any) -> None:

@@ -8,6 +8,7 @@ from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
+from sglang_lazy.port.hooks import feature, repair
 from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.malformed import reading
@@ -101,3 +102,17 @@ def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None
     if not messages:
         raise ValueError("input is empty")
     return messages
+
+
+_RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+HOOKS = (
+    feature(f"{_RESPONSES}._make_request", make_request, "AROUND", "responses with chunks"),
+    feature(f"{_RESPONSES}._response_input_history", keep_chunks, "AFTER", "chunks of earlier turns"),
+    repair(
+        f"{_RESPONSES}._construct_input_messages",
+        refuse_empty,
+        "AFTER",
+        "responses without input are refused",
+        "SGLang refuses them with a 400",
+    ),
+)

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Match
 
 from sglang_lazy.core.config import SALT_HEADER, LazyConfig
+from sglang_lazy.port.hooks import feature
 from sglang_lazy.serving.keys import KEY, SCOPE, Key, Keys, Scope, read_keys
 from sglang_lazy.serving.page import AskForKey
 
@@ -109,3 +110,13 @@ def check_keys(config: LazyConfig, flags: Any) -> None:
         read_keys(config.keys, (flags.api_key, flags.admin_api_key))
     except ValueError as error:
         raise ValueError(f"--lazy-keys {error}") from None
+
+
+HOOKS = (
+    feature(
+        "sglang.srt.utils.auth.add_api_key_middleware",
+        check_scopes,
+        "AFTER",
+        "the page of chunks asks for a key, and keys of applications have scopes",
+    ),
+)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.serving.agreement import GAUGES, RecentAgreement
 from sglang_lazy.serving.shadow import COUNTERS, Shadow
@@ -55,3 +56,34 @@ async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any)
         await shadow.stop()
         await manager.get_internal_state()  # answered when the scheduler's last batch is over
     return await original(manager, *args, **kwargs)
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_NEED_IDLE = (
+    "flush_cache",
+    "release_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+HOOKS = (
+    feature(
+        "sglang.srt.entrypoints.http_server.set_global_state",
+        attach,
+        "AFTER",
+        "a shadow compares answers with full prefill",
+    ),
+    required(
+        f"{_TOKENIZER_MANAGER}._validate_one_request", give_way, "BEFORE", "tokenizer", "a shadow gives way to users"
+    ),
+    feature(
+        f"{_TOKENIZER_MANAGER}.abort_request", abort_with_all, "BEFORE", "a shadow ends when everything is aborted"
+    ),
+    *(
+        feature(
+            f"{_TOKENIZER_MANAGER}.{control}", make_idle, "AROUND", "a shadow ends before what needs an idle server"
+        )
+        for control in _NEED_IDLE
+    ),
+)

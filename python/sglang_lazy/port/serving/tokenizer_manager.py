@@ -1,23 +1,43 @@
-"""Hooks on SGLang's tokenizer manager: checks before a request is sent, and reports on its results."""
+"""Hooks on SGLang's tokenizer manager: tenants and checks before a request is sent, and reports on its results."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from sglang_lazy.core.segments import LAYOUT_PARAM
+from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one, reading
-from sglang_lazy.port.serving.ranks import choose_rank, learned
-from sglang_lazy.port.serving.requests import check_request, plan_of, served, share_report
+from sglang_lazy.port.serving.requests import check_request, choose_rank, learned, plan_of, served, share_report
 from sglang_lazy.serving.labels import labels_in
 from sglang_lazy.serving.results import annotated
+from sglang_lazy.serving.salts import salt_of
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
+
+KEY_END = "/"
+"""Ends a client's key, to which SGLang appends the id of the adapter. Ids of adapters that --lora-paths names can be
+computed from their names and paths, and without an end a key of that id would be the adapter's own namespace."""
+HEALTH_ROUTES = ("/health", "/health_generate")
 
 
 def begin(*_args: Any, **_kwargs: Any) -> None:
     """Before `TokenizerManager._init_req_state`, with which each request begins."""
     begin_turn()
+
+
+def take_salt(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
+    """Before `TokenizerManager._init_req_state`, to which every route's requests come: apply the header's salt, on
+    routes of SGLang's that know none as well.
+
+    Not to a health check, whose prompt is SGLang's own: a bad header would have the server reported as unhealthy.
+    """
+    if request is None or not hasattr(obj, "cache_salt") or request.url.path.endswith(HEALTH_ROUTES):
+        return
+    salt = salt_of(obj.cache_salt, request.headers)
+    is_one = obj.is_single or salt is None or isinstance(salt, list)
+    obj.cache_salt = salt if is_one else [salt] * len(obj.sampling_params)
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
@@ -73,6 +93,17 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     choose_rank(manager, obj, plan, input_ids)
 
 
+def to_scheduler(tokenized: Any, *_args: Any) -> Any:
+    """After `TokenizerManager._create_tokenized_object`: end the client's key, and send the layout, which is of a class
+    of ours that msgpack does not know, as a plain string. The scheduler trusts this process."""
+    if getattr(tokenized, "extra_key", None):
+        tokenized.extra_key += KEY_END
+    params = tokenized.sampling_params
+    if params.custom_params and LAYOUT_PARAM in params.custom_params:
+        params.custom_params = {**params.custom_params, LAYOUT_PARAM: str(params.custom_params[LAYOUT_PARAM])}
+    return tokenized
+
+
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
     """Around `TokenizerManager._wait_one_response`: add the link and the chunk report to a request's last output.
 
@@ -95,3 +126,51 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
         return outputs
     state = manager.rid_to_state.get(obj.rid)
     return shadowed(outputs, frontend.shadow, request, lambda: state.output_ids)
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS = (
+    required(
+        f"{_TOKENIZER_MANAGER}._init_req_state",
+        begin,
+        "BEFORE",
+        "tokenizer",
+        "requests are prepared before they have a state",
+    ),
+    required(
+        f"{_TOKENIZER_MANAGER}._init_req_state",
+        take_salt,
+        "BEFORE",
+        "tokenizer",
+        "tenants are kept apart on every route",
+    ),
+    required(
+        f"{_TOKENIZER_MANAGER}._validate_one_request",
+        prepare_request,
+        "BEFORE",
+        "tokenizer",
+        "prompts with chunks are checked",
+    ),
+    required(
+        f"{_TOKENIZER_MANAGER}._tokenize_one_request",
+        tokenize_request,
+        "AROUND",
+        "tokenizer",
+        "chunks keep their tokens",
+    ),
+    feature(f"{_TOKENIZER_MANAGER}._tokenize_texts", tokenize_texts, "AROUND", "long prompts are tokenized in threads"),
+    required(
+        f"{_TOKENIZER_MANAGER}._create_tokenized_object",
+        to_scheduler,
+        "AFTER",
+        "tokenizer",
+        "schedulers get the tenant of each request",
+    ),
+    required(
+        f"{_TOKENIZER_MANAGER}._wait_one_response",
+        report_chunks,
+        "AROUND",
+        "tokenizer",
+        "answers report reused chunks",
+    ),
+)

@@ -1,5 +1,7 @@
-"""Close gaps in how SGLang's processes end: soon after one of them has died, and without traces."""
+"""Close gaps in how SGLang's processes end: soon after one of them has died, without traces, and on SIGTERM once every
+request is answered, or finds the port closed."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -9,10 +11,18 @@ from typing import Any
 
 import psutil
 from sglang.srt.environ import envs
-from sglang.srt.utils import kill_process_tree
+from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils import get_bool_env_var, kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
 from sglang_lazy.port.hooks import repair
+
+GRACE = 10
+"""Seconds in which clients must have sent the rest of their requests, and received their answers."""
+
+_server: Any = None
+"""The uvicorn server of this process, if it has one."""
 
 
 class Grandchild:
@@ -86,6 +96,41 @@ def spare_resource_tracker(
     return kill(parent_pid, include_parent, skip_pid, wait_timeout)
 
 
+def keep_server(server: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `Server.startup`: so that the port can be closed."""
+    global _server
+    _server = server
+
+
+async def close_when_answered(end: Callable, manager: Any) -> None:
+    """Around `TokenizerManager.sigterm_watchdog`: close the port when all requests have been answered.
+
+    Stock SGLang would leave it open while it waits for its schedulers: requests that arrive in that time would hang.
+    Then it would wait for all clients, even those that send no more or whose answers no scheduler is left to finish:
+    they are cut off. One of several tokenizer workers must not end the schedulers that others still need, so it ends
+    only itself. When all have ended, the process that started them ends the rest.
+    """
+    while not manager.gracefully_exit or (manager.rid_to_state and not _ends_at_once(manager)):
+        await asyncio.sleep(0.5)
+    if _server is None:
+        return await end(manager)
+    if not _ends_at_once(manager):
+        closing = asyncio.ensure_future(_server.shutdown())
+        await asyncio.wait((closing,), timeout=GRACE)
+        while manager.rid_to_state and not closing.done():
+            await asyncio.sleep(0.5)
+        if isinstance(manager, TokenizerWorker):
+            kill_process_tree(os.getpid())
+    await end(manager)
+    for connection in tuple(_server.server_state.connections):
+        connection.transport.abort()
+
+
+def _ends_at_once(manager: Any) -> bool:
+    return manager.server_status == ServerStatus.UnHealthy or get_bool_env_var("SGL_FORCE_SHUTDOWN")
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
     repair(
         "sglang.srt.utils.common.kill_process_tree",
@@ -102,7 +147,7 @@ HOOKS = (
         "SGLang's watchdog sees these schedulers",
     ),
     repair(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash",
+        f"{_TOKENIZER_MANAGER}.dump_requests_before_crash",
         skip_impossible_dump,
         "BEFORE",
         "no traceback when requests cannot be dumped",
@@ -114,5 +159,19 @@ HOOKS = (
         "AFTER",
         "several tokenizer workers end when the server fails",
         "SGLang's supervisor of workers handles SIGQUIT",
+    ),
+    repair(
+        f"{_TOKENIZER_MANAGER}.sigterm_watchdog",
+        close_when_answered,
+        "AROUND",
+        "a server that ends answers everybody, or closes its port",
+        "SGLang closes the port first",
+    ),
+    repair(
+        "uvicorn.server.Server.startup",
+        keep_server,
+        "BEFORE",
+        "a server that ends can close its port",
+        "SGLang closes the port first",
     ),
 )
