@@ -101,6 +101,20 @@ def test_a_second_turn_runs_beside_fills_that_want_its_state():
     assert lost(loop) == 0
 
 
+def test_a_parent_claims_the_states_of_all_chunks_of_a_fill():
+    """Also those that only another parent wants, which comes later in the queue by now: its fill reserves them."""
+    loop = Loop(num_states=4)
+    loop.warm(D)
+    first = loop.submit([D, A, B, QUESTION], "p0", max_new_tokens=1)
+    states(loop).pool.free(states(loop).allocate(1))  # that of an answer
+    assert loop.visible(), "the first is admitted, and its fill does not run yet"
+    second = loop.submit([A, C, (CHUNK, (2, 2)), QUESTION], "p1", max_new_tokens=1)
+    loop.waiting_queue.reverse()
+    loop.run()
+    assert len(first.output_ids) == len(second.output_ids) == 1
+    assert lost(loop) == 0
+
+
 def test_chunks_computed_ahead_leave_no_answer():
     loop = Loop(num_states=3)
     loop.submit([A, QUESTION], "p0", max_new_tokens=1, ahead=True)

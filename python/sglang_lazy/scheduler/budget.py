@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.row_cache import RowCache
+from sglang_lazy.core.fills import chunks_of
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.request import Request
@@ -98,12 +99,21 @@ class Budget:
         read = sum(windows.num_unlocked(node, chunk.spread) for node, chunk in pairs if node is not None)
         return self._num_to_start(state, nodes) + read + memory.of_row(state.prompt.span_lens, own_need)
 
-    def state_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
-        """The same for states of recurrent layers, one for each chunk."""
-        if (states := self.rows.store.states) is None:
-            return 0
-        cached = [node for node in nodes if node is not None]
-        return states.num_unlocked(cached) + len(self._to_start(state, nodes))
+    def states_to_lock(self, nodes: list[Node | None]) -> int:
+        """Free or evictable states of recurrent layers that cached chunks still need."""
+        states = self.rows.store.states
+        return 0 if states is None else states.num_unlocked(node for node in nodes if node is not None)
+
+    def states_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> set[ChunkKey]:
+        """The chunks whose states the fills that a parent waits for will reserve: its own and those of others."""
+        if self.rows.store.states is None:
+            return set()
+        pending, keys = self.rows.store.pending, set[ChunkKey]()
+        for key in self._to_start(state, nodes):
+            keys.add(key)
+            if key in pending:
+                keys.update(chunk.key for chunk in chunks_of(pending[key]))
+        return keys
 
     def _to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> dict[ChunkKey, ChunkSlice]:
         """The missing chunks for which no memory has been allocated."""

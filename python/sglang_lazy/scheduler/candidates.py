@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import LinkedRequest, Undecided, lazy_state, linked, stand_in
 from sglang_lazy.scheduler.budget import Budget
@@ -48,6 +49,7 @@ class Candidates:
         self._free = budget.for_waiting(self._for_answers)
         self._free_windows = budget.windows_for_waiting(running)
         self._free_states = budget.states_for_waiting()
+        self._starting = set[ChunkKey]()  # chunks of fills, whose states are claimed
         self._locks_text = budget.has_text_states()
         self._leaves_out = self._takes_more = False
 
@@ -74,7 +76,9 @@ class Candidates:
         """Add a parent some of whose chunks are not locked yet."""
         nodes = self.cached(state)
         chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
-        window_need, state_need = self.budget.window_need(state, nodes, need), self.budget.state_need(state, nodes)
+        window_need = self.budget.window_need(state, nodes, need)
+        starting = self.budget.states_to_start(state, nodes) - self._starting
+        state_need = self.budget.states_to_lock(nodes) + len(starting)
         if self.budget.rows.shares_pool:
             need += chunk_need
         else:
@@ -90,6 +94,7 @@ class Candidates:
             return False
         self._free_windows -= window_need
         self._free_states -= state_need
+        self._starting |= starting
         first = self.admit(req, state, nodes)
         self.alone = False
         self.requests.update(dict.fromkeys(first or ()))
