@@ -2,6 +2,7 @@
 
 from array import array
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,6 +147,40 @@ def test_each_pass_sees_the_drafts_before_it():
     for drafted, step in enumerate(steps.attn_backends, 1):
         ((rows, _),) = step.link_planned.values()
         assert rows.kv_indices.tolist() == [*range(30, 34 + drafted), *range(10, 12 + drafted)]
+
+
+def test_passes_share_a_workspace_and_plan_as_they_begin():
+    """One for the model and all that drafts for it, so each pass plans its rows once, before its first layer, and after
+    the passes before it."""
+    seen = []
+    kernels = Mock(
+        decode_workspace=lambda *_, **__: torch.zeros(1),
+        plan_decode=lambda workspace, rows, **_: seen.append(("plan", workspace, rows)),
+        link_decode=lambda q, _layer, rows, workspace: seen.append(("run", workspace, rows)) or q,
+    )
+    layer = AttentionLayer(1, 1, 32, LayerRope(torch.zeros(16), 8, True, "cpu"), kernels=kernels)
+    given = SegmentTable(4, 1, "cpu", ServedModel({}, {0: layer, 1: layer}))
+    given.model.draft = draft = ServedModel({}, {5: layer, 3: layer})
+    pool = SimpleNamespace(req_to_token=torch.arange(40, dtype=torch.int32).view(4, 10))
+    target = DecodeRows(given, pool, given.model, 3)
+    steps = [drafts.LinkStep.__new__(drafts.LinkStep) for _ in range(2)]
+    for seq_len, step in enumerate(steps, 4):
+        step.link_model, step._prepare = draft, lambda q, *_: (q, None)
+        rows = SimpleNamespace(
+            batch_size=1, req_pool_indices=torch.tensor([2]), seq_lens=torch.tensor([seq_len]), seq_lens_cpu=None
+        )
+        step.link_planned = DecodeRows(given, pool, draft).unplanned(rows)
+    assert not seen
+    for step in steps:
+        for layer_id in (3, 5):
+            step._forward_planned(torch.ones(1, 32), None, None, SimpleNamespace(layer_id=layer_id), None, True, {})
+    target.of(rows)
+    assert [(what, len(rows.kv_indices)) for what, _, rows in seen] == [
+        *[("plan", 4), ("run", 4), ("run", 4)],
+        *[("plan", 5), ("run", 5), ("run", 5)],
+        ("plan", 5),
+    ]
+    assert len({id(workspace) for _, workspace, _ in seen}) == len(given.workspaces) == 1
 
 
 def test_queries_of_a_padded_batch():

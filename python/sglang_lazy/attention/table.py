@@ -11,7 +11,7 @@ import torch
 from sglang_lazy.attention.probes import ProbeSums
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.model import DecodePlan, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 
 NOWHERE = np.iinfo(np.int32).min
@@ -41,6 +41,7 @@ class SegmentTable:
     last_layer: the layer whose keys end the current pass, or None if it runs the whole model.
     loads: what loads chunks from the host, which attention waits for; None without a host tier.
     recurrent: the recurrent layers of the model; None if it has none.
+    workspaces: of decode, by plan: one for all passes that have it, the model's and its draft's.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SegmentTable:
         self.last_layer: int | None = None
         self.loads: Any = None
         self.recurrent: Any = None
+        self.workspaces: dict[DecodePlan, torch.Tensor] = {}
         self.linked_rows: set[int] = set()
 
     @property

@@ -121,6 +121,11 @@ class ServedModel:
         """All window sizes of its layers."""
         return {layer.window for layer in self.layers.values() if layer.window is not None}
 
+    @functools.cached_property
+    def first_layers(self) -> dict[DecodePlan, int]:
+        """By plan, the first of its layers that a pass runs."""
+        return {self.layers[layer_id].decode_plan: layer_id for layer_id in sorted(self.layers, reverse=True)}
+
     def keeps_all(self, layer_id: int) -> bool:
         """Whether a layer keeps the KV of all tokens of a cached chunk."""
         return self.window_slots is None or self.layers[layer_id].window is None

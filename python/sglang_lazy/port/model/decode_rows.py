@@ -37,7 +37,7 @@ def copy_slots(
 
 
 class PlannedRows(NamedTuple):
-    """The rows of a batch for `link_decode`, and the workspace with their plan."""
+    """The rows of a batch for `link_decode`, and the workspace that gets their plan."""
 
     rows: Rows
     workspace: torch.Tensor
@@ -78,19 +78,26 @@ class QueryRows(NamedTuple):
 class DecodeRows:
     """Prepares decode batches: metadata for each window size, including none, and a plan for each `DecodePlan`.
 
+    Workspaces are the table's, since those of models and of passes that run one after another may be the same memory:
+    a batch is planned when the passes planned before it have been launched.
+
     pool: SGLang's `ReqToTokenPool`.
     model: whose layers read these rows.
-    num_queries: the most tokens of a request in one step.
+    num_queries: the most tokens of a request in one step, of all passes.
     """
 
     def __init__(self, table: SegmentTable, pool: Any, model: ServedModel, num_queries: int = 1):
         self._table, self._pool = table, pool
-        num_rows = pool.req_to_token.shape[0] * num_queries
-        self._workspaces = {
-            plan: plan.kernels.decode_workspace(num_rows, table.max_segments, **plan.dims, device=table.ends.device)
-            for plan in dict.fromkeys(layer.decode_plan for layer in model.layers.values())
+        num_rows, device = pool.req_to_token.shape[0] * num_queries, table.ends.device
+        plans = dict.fromkeys(layer.decode_plan for layer in model.layers.values())
+        new = {
+            plan: plan.kernels.decode_workspace(num_rows, table.max_segments, **plan.dims, device=device)
+            for plan in plans
+            if plan not in table.workspaces
         }
-        _log_size("workspace for decode", self._workspaces.values())
+        _log_size("workspace for decode", new.values())
+        table.workspaces |= new
+        self._workspaces = {plan: table.workspaces[plan] for plan in plans}
         self._for_graphs: Mapping[int | None, DecodeTables] = {}
 
     def allocate_for_graphs(self, max_bs: int) -> None:
@@ -101,7 +108,14 @@ class DecodeRows:
         _log_size("decode metadata", tensors)
 
     def of(self, forward_batch: Any, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
-        """By plan, the rows of a decode batch, copied from the live tables and planned.
+        """By plan, the rows of a decode batch, copied from the live tables and planned; see `unplanned`."""
+        planned = self.unplanned(forward_batch, for_graph)
+        for each in planned:
+            plan_rows(planned, each)
+        return planned
+
+    def unplanned(self, forward_batch: Any, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
+        """By plan, the rows of a decode batch, copied from the live tables.
 
         forward_batch: a `ForwardBatch` or `QueryRows`. Without lengths on the host, and not for a graph, this waits for
             the device.
@@ -122,11 +136,7 @@ class DecodeRows:
             else:
                 tables.fill_window(places, seq_lens, self._table, req_to_token, plan)
             rows[plan.window] = tables.rows(whole=whole)
-        planned = {}
-        for plan, workspace in self._workspaces.items():
-            plan.kernels.plan_decode(workspace, rows[plan.window], **plan.dims)
-            planned[plan] = PlannedRows(rows[plan.window], workspace)
-        return planned
+        return {plan: PlannedRows(rows[plan.window], workspace) for plan, workspace in self._workspaces.items()}
 
     def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, DecodeTables]:
         return {
@@ -135,6 +145,11 @@ class DecodeRows:
             )
             for window in {plan.window for plan in self._workspaces}
         }
+
+
+def plan_rows(rows: Mapping[DecodePlan, PlannedRows], plan: DecodePlan) -> None:
+    """Write the plan of a batch's rows into its workspace: one launch, also in the capture of a graph."""
+    plan.kernels.plan_decode(rows[plan].workspace, rows[plan].rows, **plan.dims)
 
 
 def _log_size(what: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import LinkAttention, with_link_path
 from sglang_lazy.port.model.compat import Unfit, unfit_layers
-from sglang_lazy.port.model.decode_rows import QueryRows
+from sglang_lazy.port.model.decode_rows import QueryRows, plan_rows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
 from sglang_lazy.port.model.model_runner import choose_kernels, involves_chunks, linked_batch
@@ -33,7 +33,17 @@ UNKNOWN = -1
 
 
 class LinkStep(LinkAttention):
-    """The link path of one drafting pass, whose rows `LinkSteps` plans with those of all others."""
+    """The link path of one drafting pass, whose rows `LinkSteps` copies with those of all others.
+
+    It plans them as it begins, in a graph, too: all passes have one workspace, which the one before has left by then.
+    """
+
+    def _forward_planned(self, q, k, v, layer, *args: Any) -> torch.Tensor:
+        assert self.link_planned is not None
+        plan = self.link_model.layers[layer.layer_id].decode_plan
+        if layer.layer_id == self.link_model.first_layers[plan]:
+            plan_rows(self.link_planned, plan)
+        return super()._forward_planned(q, k, v, layer, *args)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super(LinkAttention, self).init_forward_metadata(forward_batch)
@@ -53,7 +63,7 @@ class LinkSteps:
     link_table: SegmentTable
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if not self._plan(forward_batch, self.link_table.current, for_graph=False):
+        if not self._copy_rows(forward_batch, self.link_table.current, for_graph=False):
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -62,16 +72,16 @@ class LinkSteps:
             step.link_decode.allocate_for_graphs(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        if not self._plan(forward_batch, batch_of_graph(self.link_table, in_capture), for_graph=True):
+        if not self._copy_rows(forward_batch, batch_of_graph(self.link_table, in_capture), for_graph=True):
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)  # type: ignore[misc]
 
-    def _plan(self, forward_batch: ForwardBatch, current: Any, for_graph: bool) -> bool:
-        """Plan the rows of all passes, and return whether `current`, the batch, has linked ones."""
+    def _copy_rows(self, forward_batch: ForwardBatch, current: Any, for_graph: bool) -> bool:
+        """Copy the rows of all passes, and return whether `current`, the batch, has linked ones."""
         for i, step in enumerate(self.attn_backends):
             step.link_planned = None
             if current is not None:
                 rows = QueryRows.of(forward_batch, i + 1, 1)  # each sees the drafts before it and its own token
-                step.link_planned = step.link_decode.of(rows, for_graph=for_graph)
+                step.link_planned = step.link_decode.unplanned(rows, for_graph=for_graph)
         return current is not None
 
 
