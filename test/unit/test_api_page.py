@@ -22,8 +22,8 @@ from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.http import GenerateRequest
 from sglang_lazy.port.serving.messages import MessagesRequest
-from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
+from sglang_lazy.port.serving.usage import extend_protocol
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.misses import Misses

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.openai import protocol as openai
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.port.serving.server_fields import INTERNAL_PARAMS, SERVER_FIELDS, refuse_server_fields
+from sglang_lazy.port.serving.fields import INTERNAL_PARAMS, SERVER_FIELDS, refuse_server_fields
 from sglang_lazy.serving.fields import FIELDS, check_fields, nearest
 
 CLIENTS_FIELDS = """

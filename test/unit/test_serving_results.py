@@ -19,9 +19,9 @@ from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.serving.protocol import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.port.serving.requests import share_report
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
+from sglang_lazy.port.serving.usage import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.results import CachedTokens, chunk_report
 

@@ -9,7 +9,7 @@ from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.labels import Label, parse_label
 from sglang_lazy.lang.marked_text import Mark, MarkedText, chunks_of, link_of
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.serving.client import hook_http_request
+from sglang_lazy.port.hooks import apply, feature
 from sglang_lazy.serving.chunk_lists import check_id
 
 _known_servers: set[str] = set()
@@ -34,7 +34,7 @@ class Chunk(SglConstantText):
 
 def make_chunk(text: Any, id: Any, name: Any = None, metadata: Any = None) -> SglExpr:
     """The chunk of `text`, or the registered one with this id; see `sglang_lazy.chunk`."""
-    hook_http_request(send)
+    apply((_SENDING,))
     if (text is None) == (id is None):
         raise ValueError("a chunk needs either a text or an id")
     for given in (text, id):
@@ -54,7 +54,7 @@ def make_chunk(text: Any, id: Any, name: Any = None, metadata: Any = None) -> Sg
 
 def make_link(policy: Any) -> SglExpr:
     """Empty text that carries `policy`; see `sglang_lazy.link`."""
-    hook_http_request(send)
+    apply((_SENDING,))
     if isinstance(policy, SglExpr):  # an argument whose value is unknown while SGLang traces a program
         return policy
     return SglConstantText(MarkedText("", link=str(get_policy(policy))))
@@ -73,6 +73,15 @@ def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
     json["segments"] = [_segments(item) for item in text] if isinstance(text, list) else _segments(text)
     json["link"] = [link_of(item) for item in text] if isinstance(text, list) else link_of(text)
     return stock(url, json, **kwargs)
+
+
+_SENDING = feature(
+    "sglang.lang.backend.runtime_endpoint.http_request",
+    send,
+    "AROUND",
+    "chunks in programs of the frontend language are sent as segments",
+)
+"""Applied at the first chunk: programs without chunks send as they did."""
 
 
 def _segments(text: str) -> list[dict[str, Any]]:

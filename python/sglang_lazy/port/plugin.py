@@ -102,11 +102,11 @@ def declared() -> tuple[Hook, ...]:
         http,
         malformed,
         messages,
-        protocol,
         responses,
         scopes,
         shadow,
         tokenizer_manager,
+        usage,
     )
 
     modules = (
@@ -143,7 +143,7 @@ def declared() -> tuple[Hook, ...]:
         completions,
         responses,
         messages,
-        protocol,
+        usage,
         chunk_metrics,
         idle,
     )

@@ -1,11 +1,16 @@
-"""Errors of pydantic's, told by the one that matters: where it is and what is wrong, in a line."""
+"""Errors of bodies. Pydantic's are told by the one that matters: where it is and what is wrong, in a line."""
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from fastapi import HTTPException
 from pydantic import ValidationError
+
+from sglang_lazy.core.segments import TooManyChunks
 
 _ALTERNATIVE = re.compile(r"[A-Z]\w*|.*[\[(].*|str|int|float|bool|bytes|dict|list|nullable|none")
 """Parts of a location that name an alternative of a union, not a field."""
@@ -34,6 +39,16 @@ class _Error(NamedTuple):
             else:
                 path.append(part)
         return cls(tuple(path), tuple(alternatives), told)
+
+
+@contextlib.contextmanager
+def taking_chunks() -> Iterator[None]:
+    """A context for validators that take chunks out of a body: too many are answered with a 400 at once. As an error of
+    validation, it would be reported together with the whole body."""
+    try:
+        yield
+    except TooManyChunks as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
 
 
 def told(error: ValueError) -> str:

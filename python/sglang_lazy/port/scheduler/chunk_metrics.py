@@ -151,38 +151,11 @@ def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
     publish(collector)
 
 
-def observe_one_finished_request(
-    original: Callable,
-    collector: Any,
-    labels: Mapping[str, str],
-    prompt_tokens: int,
-    generation_tokens: int,
-    cached_tokens: int,
-    e2e_latency: float,
-    has_grammar: bool,
-    cached_tokens_details: Mapping[str, Any] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Around the method of `TokenizerMetricsCollector`: count tokens of chunks on the device under their own source, so
-    that the sources of SGLang's counter of cached tokens still add up to its total."""
-    details = cached_tokens_details
-    if details is not None and "chunk" in details:
-        on_device = details["chunk"] - details["host"] - details.get("storage", 0)
-        details = {**details, "device": details["device"] - on_device}
-        if on_device:
-            collector.cached_tokens_total.labels(**labels, cache_source="chunk").inc(on_device)
-    numbers = (prompt_tokens, generation_tokens, cached_tokens, e2e_latency, has_grammar, details)
-    original(collector, labels, *numbers, *args, **kwargs)
-
-
-_COLLECTORS = "sglang.srt.observability.metrics_collector"
 HOOKS = (
-    feature(f"{_COLLECTORS}.SchedulerMetricsCollector.log_stats", log_stats, "AFTER", "metrics of chunks"),
     feature(
-        f"{_COLLECTORS}.TokenizerMetricsCollector.observe_one_finished_request",
-        observe_one_finished_request,
-        "AROUND",
-        "reused chunks are a source of cached tokens of their own",
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        log_stats,
+        "AFTER",
+        "metrics of chunks",
     ),
 )

@@ -11,13 +11,13 @@ from sglang_lazy.core.labels import Label
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving import frontend
-from sglang_lazy.port.serving.limits import taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.prompts import Prompts
 from sglang_lazy.serving.rendering import RecordingTokenizer, Rendering
 from sglang_lazy.serving.salts import check_cache_salt
+from sglang_lazy.serving.validation import taking_chunks
 
 
 class MessagesWithChunks(BaseModel):

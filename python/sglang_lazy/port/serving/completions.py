@@ -8,9 +8,9 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.serving import frontend
-from sglang_lazy.port.serving.limits import taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.text import check_separator, segments_in
+from sglang_lazy.serving.validation import taking_chunks
 
 _STAND_IN = "segments"
 """The prompt with which SGLang validates a request whose prompt is given as segments."""

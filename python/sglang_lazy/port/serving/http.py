@@ -16,14 +16,14 @@ from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
 from sglang_lazy.port.hooks import required
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import frontend, response_ids, scopes, stock_routes
-from sglang_lazy.port.serving.bodies import check_body, refuse_invalid
+from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest
+from sglang_lazy.port.serving.fields import check_body, convert_sampling_params
+from sglang_lazy.port.serving.malformed import REFUSING, refuse_invalid
 from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused, converting_ahead
-from sglang_lazy.port.serving.protocol import extend_protocol
-from sglang_lazy.port.serving.responses import ResponsesRequest
-from sglang_lazy.port.serving.typed import convert_sampling_params
+from sglang_lazy.port.serving.responses import ResponsesRequest, cancel, retrieve, take_ids
+from sglang_lazy.port.serving.usage import extend_protocol
 from sglang_lazy.serving import chunk_routes, page
 from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
 from sglang_lazy.serving.prompts import refuse_without_segments
@@ -157,7 +157,7 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
         _take_salt(request, raw_request)
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
-        if (unknown := response_ids.take_ids(serving, request)) is not None:
+        if (unknown := take_ids(serving, request)) is not None:
             return unknown
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
@@ -218,12 +218,12 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     for path in ("/v1/chat/completions", "/invocations"):
         _replace_route(app, path, chat)
     _replace_route(app, "/v1/responses", responses)
-    _replace_route(app, "/v1/responses/{response_id}", response_ids.retrieve)
-    _replace_route(app, "/v1/responses/{response_id}/cancel", response_ids.cancel)
+    _replace_route(app, "/v1/responses/{response_id}", retrieve)
+    _replace_route(app, "/v1/responses/{response_id}/cancel", cancel)
     _replace_route(app, "/v1/messages", messages)
     _replace_route(app, "/v1/messages/count_tokens", count_tokens)
     for route in list(app.router.routes):
-        if (refusing := stock_routes.REFUSING.get(getattr(route, "endpoint", None))) is not None:
+        if (refusing := REFUSING.get(getattr(route, "endpoint", None))) is not None:
             _replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)

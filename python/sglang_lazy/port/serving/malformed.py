@@ -1,19 +1,24 @@
-"""Refuse with a 400 malformed requests that SGLang would answer with a 500, or that would crash its scheduler."""
+"""Refuse with a 400 malformed requests that SGLang would answer with a 500, or that would crash its scheduler; and on
+routes that take no chunks, fields of ours, which they would ignore."""
 
 import contextlib
+import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import ORJSONResponse, StreamingResponse
 from pydantic import ValidationError
+from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import repair
-from sglang_lazy.port.serving.typed import convert_request
-from sglang_lazy.serving.validation import told
+from sglang_lazy.port.serving.fields import check_body, convert_request
+from sglang_lazy.serving.validation import the_one, told
 
 _READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
 _ONE_FOR_EACH_PROMPT = (
@@ -129,6 +134,71 @@ def check_sections(to_dict: Callable, snapshot: Any, include: Any = None) -> dic
         return to_dict(snapshot, include)
     except ValueError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
+
+
+async def refuse_invalid(request: Request, error: Exception) -> Response:
+    """A 400 with the one error that matters, in the form of each API: SGLang's answer to a body that its route's model
+    refuses names its source files and repeats the body.  error: a RequestValidationError."""
+    assert isinstance(error, RequestValidationError)
+    message, status = the_one(error.errors()), HTTPStatus.BAD_REQUEST
+    if request.url.path.startswith("/v1/messages"):
+        return http_server._anthropic_error_response(
+            status_code=status.value, error_type="invalid_request_error", message=message
+        )
+    content = {"message": message, "type": status.phrase, "param": None, "code": status.value}
+    in_responses = request.url.path.startswith("/v1/responses")
+    return ORJSONResponse({"error": content} if in_responses else {"object": "error", **content}, status)
+
+
+def refusing(endpoint: Callable) -> Callable:
+    """`endpoint`, answering requests that it cannot read with a 400. A stream begins only with its first event."""
+
+    @functools.wraps(endpoint)
+    async def read(**parameters: Any) -> Any:
+        try:
+            with reading():
+                await _check_body(parameters)
+                response = await endpoint(**parameters)
+                if isinstance(response, StreamingResponse):
+                    events: Any = response.body_iterator
+                    response.body_iterator = _resume(await anext(events, b""), events)
+        except ValueError as error:
+            return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
+        return response
+
+    return read
+
+
+async def _check_body(parameters: dict[str, Any]) -> None:
+    request = next(value for value in parameters.values() if isinstance(value, Request))
+    (body,) = (value for value in parameters.values() if value is not request)
+    await check_body(request, type(body))
+
+
+async def _resume(first: bytes, events: AsyncIterator) -> AsyncIterator:
+    yield first
+    async for event in events:
+        yield event
+
+
+REFUSING = {
+    endpoint: refusing(endpoint)
+    for endpoint in (
+        http_server.classify_request,
+        http_server.encode_request,
+        http_server.ollama_chat,
+        http_server.ollama_generate,
+        http_server.openai_v1_classify,
+        http_server.openai_v1_embeddings,
+        http_server.openai_v1_tokenize,
+        http_server.parse_function_call_request,
+        http_server.separate_reasoning_request,
+        http_server.v1_rerank_request,
+        http_server.v1_score_request,
+        http_server.vertex_generate,
+    )
+}
+"""By SGLang's endpoint, its replacement. None of these endpoints takes chunks."""
 
 
 _INPUTS = "sglang.srt.managers.io_struct"

@@ -1,10 +1,13 @@
-"""Chunks in SGLang's Responses API: the request model, and its conversion to a prompt."""
+"""Chunks in SGLang's Responses API: the request model, its conversion to a prompt, and who may see stored responses."""
 
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import ORJSONResponse
 from pydantic import PrivateAttr
+from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
@@ -12,10 +15,11 @@ from sglang_lazy.port.hooks import feature, repair
 from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.malformed import reading
+from sglang_lazy.serving import response_ids
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.prompts import Prompts
-from sglang_lazy.serving.salts import check_cache_salt
+from sglang_lazy.serving.salts import check_cache_salt, salt_of
 from sglang_lazy.serving.threads import finished, in_thread
 
 
@@ -102,6 +106,43 @@ def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None
     if not messages:
         raise ValueError("input is empty")
     return messages
+
+
+def take_ids(serving: Any, request: Any) -> ORJSONResponse | None:
+    """Give a request its id. Returns the answer for an unknown response if it follows another tenant's.
+
+    Raises ValueError if the client has chosen an id of a stored response.
+    """
+    if "request_id" not in request.model_fields_set:
+        request.request_id = response_ids.new_id(request.cache_salt)
+    elif request.request_id.startswith(response_ids.PREFIX):
+        raise ValueError(f"request_id: ids that begin with {response_ids.PREFIX} are the server's")
+    return _not_found(serving, request.previous_response_id, request.cache_salt)
+
+
+def _not_found(serving: Any, response_id: str | None, salt: str | None) -> ORJSONResponse | None:
+    if response_id is None or not response_id.startswith(response_ids.PREFIX) or response_ids.is_of(salt, response_id):
+        return None  # SGLang refuses ids without the prefix
+    return serving._make_not_found_error(response_id)
+
+
+async def retrieve(response_id: str, raw_request: Request, cache_salt: str | None = None) -> Any:
+    """Retrieve a response by ID."""
+    return await _owned(http_server.v1_retrieve_responses, response_id, raw_request, cache_salt)
+
+
+async def cancel(response_id: str, raw_request: Request, cache_salt: str | None = None) -> Any:
+    """Cancel a background response."""
+    return await _owned(http_server.v1_cancel_responses, response_id, raw_request, cache_salt)
+
+
+async def _owned(endpoint: Any, response_id: str, raw_request: Request, cache_salt: str | None) -> Any:
+    serving = raw_request.app.state.openai_serving_responses
+    try:
+        salt = check_cache_salt(salt_of(cache_salt, raw_request.headers))
+    except ValueError as error:
+        return serving.create_error_response(str(error))
+    return _not_found(serving, response_id, salt) or await endpoint(response_id, raw_request)
 
 
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"

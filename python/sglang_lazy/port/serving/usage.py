@@ -1,5 +1,6 @@
-"""Add fields for tokens reused from chunks to SGLang's OpenAI usage models."""
+"""Tokens reused from chunks in SGLang's OpenAI usage models, and in its counter of cached tokens."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -35,6 +36,31 @@ def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:
     return details
 
 
+def observe_one_finished_request(
+    original: Callable,
+    collector: Any,
+    labels: Mapping[str, str],
+    prompt_tokens: int,
+    generation_tokens: int,
+    cached_tokens: int,
+    e2e_latency: float,
+    has_grammar: bool,
+    cached_tokens_details: Mapping[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Around the method of `TokenizerMetricsCollector`: count tokens of chunks on the device under their own source, so
+    that the sources of SGLang's counter of cached tokens still add up to its total."""
+    details = cached_tokens_details
+    if details is not None and "chunk" in details:
+        on_device = details["chunk"] - details["host"] - details.get("storage", 0)
+        details = {**details, "device": details["device"] - on_device}
+        if on_device:
+            collector.cached_tokens_total.labels(**labels, cache_source="chunk").inc(on_device)
+    numbers = (prompt_tokens, generation_tokens, cached_tokens, e2e_latency, has_grammar, details)
+    original(collector, labels, *numbers, *args, **kwargs)
+
+
 _OPENAI = "sglang.srt.entrypoints.openai"
 HOOKS = (
     feature(
@@ -48,5 +74,11 @@ HOOKS = (
         cached_tokens_details,
         "AFTER",
         "usage tells tokens of reused chunks",
+    ),
+    feature(
+        "sglang.srt.observability.metrics_collector.TokenizerMetricsCollector.observe_one_finished_request",
+        observe_one_finished_request,
+        "AROUND",
+        "reused chunks are a source of cached tokens of their own",
     ),
 )
