@@ -27,10 +27,11 @@ def load() -> None:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     for home, new in KERNELS.items():
-        _replace(importlib.import_module(home.rpartition(".")[0]), home.rpartition(".")[2], new)
+        replace(importlib.import_module(home.rpartition(".")[0]), home.rpartition(".")[2], new)
     eagle_utils._is_cpu = True  # verifies by the best token, without kernels that sample
     speculative_hook._disable_overlap_schedule_for_cpu = lambda args: None
     MHATokenToKVPool._init_kv_copy_and_warmup = _copies_nothing
+    torch.cuda.synchronize = lambda device=None: None  # GLM's layer that drafts waits for it, whatever the device
     TorchNativeAttnBackend.needs_cpu_seq_lens = (
         False  # as of most on GPUs: with overlap, lengths are on the device only
     )
@@ -39,7 +40,7 @@ def load() -> None:
     DraftBackendFactory.create_draft_extend_backend = lambda factory: TorchNativeAttnBackend(factory.draft_model_runner)
 
 
-def _replace(home: ModuleType, name: str, new: Callable) -> None:
+def replace(home: ModuleType, name: str, new: Callable) -> None:
     """Replace home.name, and what other modules have already imported of it."""
     old = getattr(home, name)
     for module in [module for key, module in sys.modules.items() if key.startswith("sglang.")]:

@@ -1,4 +1,4 @@
-"""Drafts for speculative decoding with a tiny Llama: models that guess its next tokens."""
+"""Drafts for speculative decoding with a tiny model: models that guess its next tokens."""
 
 import hashlib
 import json
@@ -18,14 +18,16 @@ def build_draft(algorithm: str, target: str, cache_dir: str | Path) -> str:
     """The folder of a draft under `cache_dir`, made if it is not there.
 
     algorithm: STANDALONE: the target with weights that differ a little, so that some guesses are right; EAGLE and
-        EAGLE3: heads with seeded weights, whose guesses are hardly ever right.
-    target: the folder of a Llama, as `build_model` makes it.
+        EAGLE3: heads with seeded weights, whose guesses are hardly ever right; NEXTN: the target with a layer more,
+        which guesses as badly, as released checkpoints have it.
+    target: the folder of a Llama, as `build_model` makes it; for NEXTN, of a GLM-4.5 or a Qwen3.5.
     """
     digest = hashlib.sha256(f"{Path(__file__).read_text()}{Path(target).name}".encode()).hexdigest()[:12]
     path = Path(cache_dir) / f"draft-{algorithm.lower()}-{digest}"
     if not path.exists():
         work = Path(tempfile.mkdtemp(prefix=f".{algorithm}-", dir=cache_dir))
         try:
+            shutil.copytree(target, work, dirs_exist_ok=True)  # for its tokenizer
             config, weights = DRAFTS[algorithm](json.loads(Path(target, "config.json").read_text()), target)
             (work / "config.json").write_text(json.dumps(config))
             save_file(weights, work / "model.safetensors", {"format": "pt"})
@@ -96,8 +98,31 @@ def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
     return {**config, **settings}, weights
 
 
+def _nextn(config: dict, target: str) -> tuple[dict, Weights]:
+    """The last layer again, over the hidden states and the next tokens."""
+    weights, generator = load_file(Path(target, "model.safetensors")), torch.Generator().manual_seed(3)
+    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    last = f"model.layers.{num_layers - 1}."
+    if config["model_type"] == "glm4_moe":
+        settings = {"num_nextn_predict_layers": 1}
+        layer = own = f"model.layers.{num_layers}."
+        joined, norms = "eh_proj", dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), torch.ones(hidden))
+    else:  # Qwen3.5, which adds one to the weights of norms
+        settings = {"mtp_num_hidden_layers": 1}
+        own, layer = "mtp.", "mtp.layers.0."
+        joined, norms = (
+            "fc",
+            dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), torch.zeros(hidden)),
+        )
+    added = {layer + name.removeprefix(last): weight.clone() for name, weight in weights.items() if last in name}
+    added[f"{own}{joined}.weight"] = _random(hidden, 2 * hidden, generator)
+    added |= {f"{own}{name}.weight": weight.clone() for name, weight in norms.items()}
+    return {**config, **settings}, {**weights, **added}
+
+
 DRAFTS: dict[str, Callable[[dict, str], tuple[dict, Weights]]] = {
     "STANDALONE": _standalone,
     "EAGLE": _eagle,
     "EAGLE3": _eagle3,
+    "NEXTN": _nextn,
 }

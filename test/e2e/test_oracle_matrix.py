@@ -56,7 +56,7 @@ class Served:
         self.path = build(name, folder)
         oracle = Oracle(self.path)
         self.expected = functools.cache(lambda prompt, tokens: oracle.logprobs(list(prompt), list(tokens)))
-        self.engine = EngineProcess(model_path=self.path, **{**SERVER, **MODELS[name].cpu_options, **options})
+        self.engine = EngineProcess(**{"model_path": self.path, **SERVER, **MODELS[name].cpu_options, **options})
 
     def flush(self) -> None:
         self.engine.flush_cache()

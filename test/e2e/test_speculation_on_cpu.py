@@ -10,7 +10,7 @@ import torch
 from fakes import speculation_on_cpu
 from oracle.block_mask import Oracle, greedy
 from oracle.models.build import build
-from oracle.models.drafts import DRAFTS, build_draft
+from oracle.models.drafts import build_draft
 from oracle.scenarios import Dice
 from oracle.segments import text
 from sglang_lazy.testing import CPU_OPTIONS, running_server
@@ -42,7 +42,7 @@ def flags_of(options: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
-@pytest.mark.parametrize("algorithm", DRAFTS)
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3"])
 def test_stock_answers_are_those_without_drafts(algorithm, overlap, model_dir, stock_path, with_plugin, tmp_path):
     """Prompts in one batch and a second turn, whose tokens are cached."""
     target, dice = build("llama", model_dir), Dice("drafts")

@@ -35,7 +35,7 @@ class Speculating(Served):
             model,
             folder,
             speculative_algorithm=algorithm,
-            speculative_draft_model_path=draft,
+            **({"model_path": draft} if algorithm == "NEXTN" else {"speculative_draft_model_path": draft}),
             **{**MODELS[model].cpu_options, **speculation_on_cpu.OPTIONS, **options},
         )
 
