@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from benchmark.serving.beside import NUM_TOKENS, Copy, beside, passes
 from benchmark.serving.environment import describe_environment
-from benchmark.serving.models import SHAPES
+from benchmark.serving.models import DENSE
 
 POOL_TOKENS = 40_000
 REPETITIONS = 20
@@ -46,13 +46,13 @@ def milliseconds(copy: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--model", choices=DENSE, default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=10_240, help="of the prompt")
     parser.add_argument("--block-quotas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    shape = SHAPES[args.model]
+    shape = DENSE[args.model]
     num_layers = shape["num_hidden_layers"]
     device_pool = MHATokenToKVPool(
         POOL_TOKENS, 1, torch.bfloat16, shape["num_key_value_heads"], shape["head_dim"], num_layers, "cuda", False

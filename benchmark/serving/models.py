@@ -63,7 +63,56 @@ QWEN3_8B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+QWEN3_5 = {
+    "attn_output_gate": True,
+    "bos_token_id": None,
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+    "torch_dtype": "bfloat16",
+    "vocab_size": 248320,
+}
+"""What hybrids of this family share: their text parts, since a benchmark has no images."""
+ONE_OF_FOUR = [*["linear_attention"] * 3, "full_attention"]
+QWEN3_5_4B = {
+    **QWEN3_5,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "layer_types": ONE_OF_FOUR * 8,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+QWEN3_6_35B_A3B = {
+    **QWEN3_5,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "layer_types": ONE_OF_FOUR * 10,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+DENSE = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+"""Those whose layers all have attention."""
+SHAPES = {**DENSE, "qwen3.5-4b": QWEN3_5_4B, "qwen3.6-35b-a3b": QWEN3_6_35B_A3B}
 TINY = "tiny"
 TRAINED_TOKENS = {"kvlink": {"link": [16, 17, 18, 19, 20]}, "packet": {"before": [21, 22], "behind": [23, 24]}}
 """Arbitrary ids: only their number affects the time."""

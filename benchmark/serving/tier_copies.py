@@ -21,7 +21,7 @@ import torch
 
 from benchmark.serving.beside import NUM_TOKENS, Copy, beside, passes
 from benchmark.serving.environment import describe_environment
-from benchmark.serving.models import SHAPES
+from benchmark.serving.models import DENSE
 from sglang_lazy.cache import host_memory
 from sglang_lazy.cache.host_memory import GpuCopier, HostMemory, Piece
 from sglang_lazy.cache.transfers import Ticket, Transfers
@@ -74,14 +74,14 @@ def check(memory: HostMemory, transfers: Transfers, source: torch.Tensor, host: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--model", choices=DENSE, default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=10_240, help="of the prompt")
     parser.add_argument("--runs", type=int, nargs="+", default=RUNS, help="tokens that lie together")
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, 4], help="of the kernel")
     parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    shape = SHAPES[args.model]
+    shape = DENSE[args.model]
     num_layers = shape["num_hidden_layers"]
     size = (POOL_TOKENS, shape["num_key_value_heads"], shape["head_dim"])
     layers = [[torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in "kv"] for _ in range(num_layers)]

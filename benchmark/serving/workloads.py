@@ -241,6 +241,7 @@ class Latency(Workload):
 
     chunk_len: int = option("tokens of a chunk", 2048, least=1)
     chunks: int = option("chunks of a request", 5, least=2)
+    between_len: int = option("tokens of text before each chunk but the first", 0, least=0)
     question_len: int = option("tokens after the chunks", 32, least=1)
     output_len: int = option("tokens of the answer", 8, least=1)
     num_prompts: int = option("samples of each phase", 10, least=1)
@@ -255,8 +256,10 @@ class Latency(Workload):
             start = rng.randrange(1, self.chunks)
             rest = first[:start] + first[start + 1 :]
             other = [first[start], *rng.sample(rest, len(rest))]
+            between = [text(random_tokens(rng, self.between_len)) for _ in rest] if self.between_len else []
             for phase, chunks in zip(PHASES, (first, first, other), strict=True):
-                turn = Turn([*chunks, text(random_tokens(rng, self.question_len))], self.output_len)
+                parts = [chunks[0], *itertools.chain(*zip(between, chunks[1:], strict=True))] if between else chunks
+                turn = Turn([*parts, text(random_tokens(rng, self.question_len))], self.output_len)
                 stages.append(Stage(phase, [[turn]]))
         return sorted(stages, key=lambda stage: PHASES.index(stage.phase)) if self.apart else stages
 

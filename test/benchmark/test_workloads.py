@@ -146,6 +146,16 @@ def test_latency():
     assert len({tuple(chunk) for turn in turns for chunk in chunks_of(turn.segments)}) == 20
 
 
+def test_latency_with_text_between_chunks():
+    """The same text between them in all phases, so that a prompt asked again has the same prefix."""
+    stages = Latency(chunks=3, chunk_len=4, between_len=2, num_prompts=1).stages(0, encode)
+    cold, same, reordered = (stage.conversations[0][0].segments for stage in stages)
+    kinds = ["chunk", "text", "chunk", "text", "chunk", "text"]
+    assert [[segment["type"] for segment in each] for each in (cold, same, reordered)] == [kinds] * 3
+    assert same[:-1] == cold[:-1] and reordered[1:-1:2] == cold[1:-1:2]
+    assert len(cold[1]["input_ids"]) == 2 and cold[1] != cold[3]
+
+
 def test_latency_apart():
     """The same requests, grouped by phase."""
     mixed = Latency(chunks=3, chunk_len=2, num_prompts=4).stages(0, encode)
