@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+import torch
+
 from fakes import recurrent_layers
 
 ENVIRONMENT = {
@@ -23,8 +25,12 @@ HOMES = {
     f"{OPS}.attention.fla.chunk": ("chunk_gated_delta_rule",),
     f"{OPS}.attention.fla.fused_recurrent": ("fused_recurrent_gated_delta_rule_packed_decode",),
     f"{OPS}.attention.fla.layernorm_gated": ("layernorm_fn",),
-    f"{OPS}.attention.triton_gdn_fused_proj": ("fused_qkvzba_split_reshape_cat_contiguous",),
-    f"{OPS}.elementwise.elementwise": ("fused_sigmoid_mul",),
+    f"{OPS}.attention.fla.fused_norm_gate": ("rms_norm_gated",),
+    f"{OPS}.attention.triton_gdn_fused_proj": (
+        "fused_qkvzba_split_reshape_cat",
+        "fused_qkvzba_split_reshape_cat_contiguous",
+    ),
+    f"{OPS}.elementwise.elementwise": ("fused_gate_sigmoid_mul", "fused_gate_sigmoid_mul_add", "fused_sigmoid_mul"),
     f"{OPS}.mamba.triton_ops": ("mamba_chunk_scan_combined", "selective_state_update"),
 }
 """Where SGLang defines its kernels, and their names."""
@@ -43,6 +49,7 @@ def load() -> None:
     for home, names in HOMES.items():
         for name in names:
             _replace(importlib.import_module(home), name, getattr(recurrent_layers, name))
+    torch.cuda.current_device = lambda: "cpu"  # Qwen3-Next's norms are made there
     mixer = importlib.import_module(f"{MAMBA}.mamba")
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):  # it imports these on GPUs only
         for suffix in ("", "_triton"):

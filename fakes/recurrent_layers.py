@@ -114,6 +114,16 @@ def fused_qkvzba_split_reshape_cat_contiguous(qkvz, ba, num_key_heads, num_value
     return qkv.contiguous(), z.unflatten(-1, (num_value_heads, v_dim)).contiguous(), b.contiguous(), a.contiguous()
 
 
+def fused_qkvzba_split_reshape_cat(qkvz, ba, num_key_heads, num_value_heads, k_dim, v_dim):
+    """The same, where a projection gives them by key heads."""
+    each = num_value_heads // num_key_heads
+    sizes = [k_dim, k_dim, each * v_dim, each * v_dim]
+    *qkv, z = qkvz.unflatten(-1, (num_key_heads, -1)).split(sizes, -1)
+    b, a = ba.unflatten(-1, (num_key_heads, -1)).split([each, each], -1)
+    z = z.reshape(len(z), num_value_heads, v_dim)
+    return torch.cat([x.flatten(1) for x in qkv], -1), z, b.flatten(1), a.flatten(1)
+
+
 def layernorm_fn(
     x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, is_rms_norm=True, activation="swish"
 ):
@@ -126,9 +136,24 @@ def layernorm_fn(
     return (y * gate if norm_before_gate else y).to(x.dtype)
 
 
+def rms_norm_gated(x, g, weight, bias, activation="swish", residual=None, eps=1e-6, prenorm=False, **_):
+    assert residual is None and not prenorm
+    return layernorm_fn(x, weight, bias, g, eps, activation=activation)
+
+
 def fused_sigmoid_mul(x, gate, inplace=True):
     out = (x.float() * gate.float().reshape(x.shape).sigmoid()).to(x.dtype)
     return x.copy_(out) if inplace else out
+
+
+def fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output):
+    """What shared experts give, by a gate of the hidden states, [tokens, dim]."""
+    gate = (hidden_states.float() @ gate_weight.float().view(-1, 1)).sigmoid()
+    return (shared_output.float() * gate).to(shared_output.dtype)
+
+
+def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, out):
+    out += fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output)
 
 
 # Mamba-2: a slot's state is [heads, P, N].

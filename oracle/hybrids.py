@@ -14,16 +14,22 @@ from transformers.integrations import hub_kernels
 from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.lfm2_moe import modeling_lfm2_moe
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from .block_mask import attention_mask, visibility
+from .models.build import model_class
 from .segments import Segment, token_ids
 
 
 def load_hybrid(path: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> transformers.PreTrainedModel:
     """The model in a folder. Kernels, which transformers would look for on a hub, are not used."""
     hub_kernels._kernels_available = False
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    made = model_class(transformers.AutoConfig.from_pretrained(path))
+    model = made.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     return model.to(device).eval()
 
 
@@ -52,7 +58,7 @@ class HybridOracle:
         device = self.model.device
         positions = torch.arange(len(ids), device=device)
         mask = attention_mask(self.model, visibility(segments, len(generated)).to(device), positions, positions)
-        recurrent = dict.fromkeys([*self.model.config.layer_types, "linear_attention"])
+        recurrent = dict.fromkeys([*self.model.config.get_text_config().layer_types, "linear_attention"])
         masks = recurrent | {"full_attention": mask}
         with _layers_know(_runs(segments, len(generated))):
             inputs = torch.tensor([ids], device=device)
@@ -124,11 +130,13 @@ def _layers_know(runs):
 
         return read(step, read_out, values.new_zeros(*values.shape[1:], B.shape[-1]), len(values))[None].to(x.dtype)
 
-    modules = (modeling_lfm2, modeling_qwen3_5, modeling_granitemoehybrid, modeling_falcon_h1)
+    delta = (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
+    mamba = (modeling_granitemoehybrid, modeling_falcon_h1, modeling_nemotron_h)
     with contextlib.ExitStack() as patches:
-        for module in modules:
+        for module in (modeling_lfm2, modeling_lfm2_moe, *delta, *mamba):
             patches.enter_context(mock.patch.object(module, "causal_conv1d_fn", convolve))
-        patches.enter_context(mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule))
-        for module in modules[2:]:
+        for module in delta:
+            patches.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", delta_rule))
+        for module in mamba:
             patches.enter_context(mock.patch.object(module, "mamba2_chunk_scan", mamba2))
         yield

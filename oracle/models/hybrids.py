@@ -6,6 +6,14 @@ forget within a token, and whatever ignores what a chunk does to a state would p
 
 from .spec import ModelSpec, rope, shape
 
+_DELTA = dict(
+    **shape(64, 4, 4, 2, head_dim=32),
+    **dict(layer_types=[*["linear_attention"] * 3, "full_attention"], linear_conv_kernel_dim=4),
+    **dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4),
+    full_attention_interval=4,  # SGLang reads this, transformers layer_types
+)
+"""Gated delta rule; two value heads for each key head."""
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 _MAMBA = dict(mamba_d_head=16, mamba_n_groups=1, mamba_d_state=32, mamba_d_conv=4, mamba_chunk_size=64)
 
 SPECS = [
@@ -18,17 +26,18 @@ SPECS = [
             **dict(layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3),
         ),
     ),
-    # Gated delta rule; two value heads for each key head
+    # The same with experts
     ModelSpec(
-        "qwen3.5",
-        "Qwen3_5TextConfig",
+        "lfm2-moe",
+        "Lfm2MoeConfig",
         dict(
-            **shape(64, 4, 4, 2, head_dim=32),
-            **dict(layer_types=[*["linear_attention"] * 3, "full_attention"], linear_conv_kernel_dim=4),
-            **dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4),
-            full_attention_interval=4,  # SGLang reads this, transformers layer_types
+            **shape(64, 4, 2, 1, rope_parameters=rope(), tie_word_embeddings=True),
+            **dict(layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3),
+            **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
         ),
     ),
+    ModelSpec("qwen3.5", "Qwen3_5TextConfig", _DELTA),
+    ModelSpec("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS}),
     # Mamba-2; attention without a rotation, experts
     ModelSpec(
         "granite4",

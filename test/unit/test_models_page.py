@@ -15,11 +15,6 @@ from oracle.vision import VISION_MODELS
 from sglang_lazy.port.model import compat, recurrent
 
 COMB = "CombLlamaForConditionalGeneration"
-OWN = {
-    COMB,
-    *(f"{re.sub('(Text)?Config', '', spec.config_class)}ForCausalLM" for spec in HYBRIDS.values()),
-} & compat.TESTED
-"""Those that have tests of their own."""
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = {
@@ -31,9 +26,13 @@ ROWS = {
 def architecture_of(name):
     if name in VISION_MODELS:
         return VISION_MODELS[name].config.replace("Config", "ForConditionalGeneration")
-    spec = MODELS[name]
+    spec = (MODELS | HYBRIDS)[name]
     kind = "ForConditionalGeneration" if "vision_config" in spec.settings else "ForCausalLM"
     return spec.architecture or spec.config_class.replace("TextConfig", "Config").replace("Config", kind)
+
+
+OWN = {COMB, *map(architecture_of, HYBRIDS)} & compat.TESTED
+"""Those that have tests of their own."""
 
 
 def test_each_architecture_has_a_row():
