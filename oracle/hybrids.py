@@ -5,6 +5,7 @@ chunk's tokens one by one, each with the key, value and gates that it had in the
 """
 
 import contextlib
+from collections.abc import Mapping
 from unittest import mock
 
 import torch
@@ -40,11 +41,18 @@ def causal_logprobs(model: transformers.PreTrainedModel, ids: list[int]) -> torc
 
 
 class HybridOracle:
-    """LFM2, Qwen3.5, Granite 4 and Falcon-H1 under the block mask: one pass over the prompt, in which attention has a
+    """A model with recurrent layers under the block mask: one pass over the prompt, in which attention has a
     mask, and convolutions and recurrences know where chunks begin and end. Recurrences are in fp64."""
+
+    media: Mapping[str, torch.Tensor] = {}
+    """What images the prompt shows, as the model takes them."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         self.model = load_hybrid(model_path, dtype, device)
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions, [n], as the model takes them."""
+        return positions[None]
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
@@ -62,7 +70,8 @@ class HybridOracle:
         masks = recurrent | {"full_attention": mask}
         with _layers_know(_runs(segments, len(generated))):
             inputs = torch.tensor([ids], device=device)
-            out = self.model(inputs, attention_mask=masks, position_ids=positions[None], use_cache=False)
+            where = self.places(positions)
+            out = self.model(inputs, attention_mask=masks, position_ids=where, use_cache=False, **self.media)
         return out.logits[0].float().log_softmax(-1)
 
 

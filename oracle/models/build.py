@@ -38,9 +38,10 @@ def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
             file = work / "model.safetensors"
             weights = dict(spec.released(name, weight) for name, weight in load_file(file).items())
             save_file(weights, file, {"format": "pt"})
-        if spec.architecture:
+        served = {**spec.served, **({"architectures": [spec.architecture]} if spec.architecture else {})}
+        if served:
             file = work / "config.json"
-            file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [spec.architecture]}))
+            file.write_text(json.dumps({**json.loads(file.read_text()), **served}))
         build_tokenizer(work, add_bos=spec.add_bos, chat_parts=spec.chat_parts, max_length=MAX_POSITION)
         os.rename(work, path)
     except OSError:

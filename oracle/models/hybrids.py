@@ -4,17 +4,37 @@ Their decays are such that they remember hundreds of tokens (see `init_weight`):
 forget within a token, and whatever ignores what a chunk does to a state would pass every test.
 """
 
-from .spec import ModelSpec, rope, shape
+from ..tokenizer import VOCAB_SIZE
+from .spec import MAX_POSITION, ModelSpec, rope, shape
 
-_DELTA = dict(
-    **shape(64, 4, 4, 2, head_dim=32),
+DELTA = dict(
     **dict(layer_types=[*["linear_attention"] * 3, "full_attention"], linear_conv_kernel_dim=4),
     **dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4),
     full_attention_interval=4,  # SGLang reads this, transformers layer_types
 )
-"""Gated delta rule; two value heads for each key head."""
-_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+"""Gated delta rule in three of four layers; two value heads for each key head."""
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+AXES = rope(partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)
+"""Positions on three axes."""
+_SMALL = shape(64, 4, 4, 2, head_dim=32)
 _MAMBA = dict(mamba_d_head=16, mamba_n_groups=1, mamba_d_state=32, mamba_d_conv=4, mamba_chunk_size=64)
+
+
+def _with_eyes(name: str, config_class: str, more: dict | None = None, core: bool = True) -> ModelSpec:
+    """A Qwen3.5 with its part that sees images."""
+    text = dict(**_SMALL, **DELTA, **(more or {}), rope_parameters=AXES)
+    vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=64, patch_size=14, out_hidden_size=64)
+    return ModelSpec(
+        name,
+        config_class,
+        dict(
+            text_config=dict(**text, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION),
+            vision_config=dict(**vision, num_position_embeddings=64),
+        ),
+        cpu_options=dict(enable_multimodal=False),
+        core=core,
+    )
+
 
 SPECS = [
     # Short convolutions; the state is their last inputs
@@ -35,9 +55,26 @@ SPECS = [
             **dict(layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3),
             **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
         ),
+        core=False,
     ),
-    ModelSpec("qwen3.5", "Qwen3_5TextConfig", _DELTA),
-    ModelSpec("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS}),
+    ModelSpec("qwen3.5", "Qwen3_5TextConfig", {**_SMALL, **DELTA}),
+    ModelSpec("qwen3.5-moe", "Qwen3_5MoeTextConfig", {**_SMALL, **DELTA, **EXPERTS}, core=False),
+    # As released: behind parts that see images, with positions on three axes
+    _with_eyes("qwen3.5-vl", "Qwen3_5Config", core=False),
+    _with_eyes("qwen3.5-vl-moe", "Qwen3_5MoeConfig", EXPERTS),
+    ModelSpec("qwen3-next", "Qwen3NextConfig", {**_SMALL, **DELTA, **EXPERTS, "decoder_sparse_step": 1}, core=False),
+    # Mamba-2; attention without a rotation
+    ModelSpec(
+        "nemotron-h",
+        "NemotronHConfig",
+        dict(
+            **dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+            layers_block_type=["mamba", "attention", "mamba", "mlp"],
+            **dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=32, n_groups=2, conv_kernel=4, chunk_size=64),
+            time_step_min=1e-9,  # SGLang has none
+        ),
+        served=dict(layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_n_groups=2),
+    ),
     # Mamba-2; attention without a rotation, experts
     ModelSpec(
         "granite4",

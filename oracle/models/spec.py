@@ -29,6 +29,7 @@ class ModelSpec:
         default=None, repr=False
     )
     architecture: str | None = None  # in config.json, where SGLang's class is not the one that transformers has
+    served: Mapping[str, object] = dataclasses.field(default_factory=dict)  # what else SGLang reads in config.json
     cpu_options: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of the engine, where it needs some
     core: bool = True  # False: its attention resembles that of a core model, so tests may try less
 

@@ -13,6 +13,7 @@ from sglang.srt.configs.granitemoehybrid import GraniteMoeHybridConfig
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mamba2_config, mambaish_config
 from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.lfm2_moe import Lfm2MoeConfig
+from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
@@ -31,7 +32,8 @@ from sglang_lazy.recurrent.rows import RowStates, rows_of
 
 logger = logging.getLogger(__name__)
 
-CONVOLUTIONS, MAMBA2 = (Lfm2Config, Lfm2MoeConfig), (FalconH1Config, GraniteMoeHybridConfig)
+CONVOLUTIONS = (Lfm2Config, Lfm2MoeConfig)
+MAMBA2 = (FalconH1Config, GraniteMoeHybridConfig, NemotronHConfig)
 """SGLang's configurations of models whose recurrent layers are short convolutions only, or Mamba-2."""
 
 
