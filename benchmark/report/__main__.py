@@ -29,6 +29,7 @@ from benchmark.report.policies import (
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
 from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
+from benchmark.report.speculation import acceptance
 from benchmark.report.tiers import backups, interference, loads, precomputing, transfers
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
@@ -40,7 +41,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
         kind.__name__: kind
         for kind in (phases, loads, transfers, backups, eviction, routing, calls, memory, pieces, loaded)
     },
-    **{kind.__name__: kind for kind in (metered, interference, traces, steps, precomputing)},
+    **{kind.__name__: kind for kind in (metered, interference, traces, steps, precomputing, acceptance)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (
