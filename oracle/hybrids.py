@@ -1,11 +1,13 @@
 """Models with recurrent layers: transformers' code in plain PyTorch, and the oracle for prompts with chunks.
 
 A chunk is computed alone, from a state of zero. What follows it in the prompt sees the state that has gone through the
-chunk's tokens one by one, each with the key, value and gates that it had in the chunk alone.
+chunk's tokens one by one, each with the key, value and gates that it had in the chunk alone, or after a preamble.
 """
 
 import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -55,57 +57,93 @@ class HybridOracle:
         return positions[None]
 
     @torch.inference_mode()
-    def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
+    def logprobs(
+        self, segments: list[Segment], generated: list[int] = (), preamble: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Log-probabilities of the token after each token of the prompt and after each generated one.
 
+        preamble: tokens after which each chunk is computed, which nothing else sees.
         Returns [prompt + generated, vocab_size] fp32. Raises ValueError for a prompt that does not end in text.
         """
         if segments[-1].kind != "text":
             raise ValueError("expected a prompt that ends in text: servers compute a last chunk as text")
-        ids = token_ids(segments) + list(generated)
-        device = self.model.device
-        positions = torch.arange(len(ids), device=device)
-        mask = attention_mask(self.model, visibility(segments, len(generated)).to(device), positions, positions)
+        runs = _runs(segments, len(generated), len(preamble))
+        device, prompt = self.model.device, iter([*token_ids(segments), *generated])
+        ids, positions, num_seen = [], [], 0
+        for begin, end, kind in runs:
+            ids += preamble if kind == "preamble" else itertools.islice(prompt, end - begin)
+            first = num_seen - len(preamble) if kind == "preamble" else num_seen
+            positions += range(first, first + end - begin)
+            num_seen = positions[-1] + 1 if positions else 0
+        in_prompt = [t for begin, end, kind in runs if kind != "preamble" for t in range(begin, end)]
+        visible = _visibility(segments, len(generated), runs, in_prompt).to(device)
+        where = torch.tensor(positions, device=device)
+        mask = attention_mask(self.model, visible, where, where)
         recurrent = dict.fromkeys([*self.model.config.get_text_config().layer_types, "linear_attention"])
         masks = recurrent | {"full_attention": mask}
-        with _layers_know(_runs(segments, len(generated))):
-            inputs = torch.tensor([ids], device=device)
-            where = self.places(positions)
-            out = self.model(inputs, attention_mask=masks, position_ids=where, use_cache=False, **self.media)
-        return out.logits[0].float().log_softmax(-1)
+        with _layers_know(runs):
+            inputs, places = torch.tensor([ids], device=device), self.places(where)
+            out = self.model(inputs, attention_mask=masks, position_ids=places, use_cache=False, **self.media)
+        return out.logits[0, in_prompt].float().log_softmax(-1)
 
 
-def _runs(segments: list[Segment], num_generated: int) -> list[tuple[int, int, bool]]:
-    """(begin, end, is a chunk) of each segment; generated tokens continue the last one."""
+class Run(NamedTuple):
+    """Tokens of a prompt, or those that a chunk behind them is computed after."""
+
+    begin: int
+    end: int
+    kind: Literal["text", "chunk", "preamble"]
+
+
+def _runs(segments: list[Segment], num_generated: int, preamble_len: int) -> list[Run]:
+    """Each segment, and a preamble before each chunk if there is one; generated tokens continue the last one."""
     runs, begin = [], 0
     for segment in segments:
-        runs.append((begin, begin := begin + len(segment.ids), segment.kind == "chunk"))
-    return [*runs, (begin, begin + num_generated, False)]
+        if segment.kind == "chunk" and preamble_len:
+            runs.append(Run(begin, begin := begin + preamble_len, "preamble"))
+        runs.append(Run(begin, begin := begin + len(segment.ids), segment.kind))
+    return [*runs, Run(begin, begin + num_generated, "text")]
+
+
+def _visibility(segments: list[Segment], num_generated: int, runs: list[Run], in_prompt: list[int]) -> torch.Tensor:
+    """Which token sees which, [n, n] bool: a preamble itself, and a chunk also the preamble before it."""
+    visible = torch.eye(runs[-1].end, dtype=torch.bool)
+    visible[torch.tensor(in_prompt)[:, None], in_prompt] = visibility(segments, num_generated)
+    for (begin, end, kind), chunk in itertools.pairwise(runs):
+        if kind == "preamble":
+            visible[begin:end, begin:end] = torch.ones(end - begin, end - begin).tril().bool()
+            visible[chunk.begin : chunk.end, begin:end] = True
+    return visible
 
 
 @contextlib.contextmanager
-def _layers_know(runs):
+def _layers_know(runs: list[Run]):
     """Within, transformers' recurrent layers take one prompt of these runs."""
 
     def convolve(x, weight, bias=None, activation=None, **_):
-        """x: [1, dim, n]. A chunk has zeros before it, text whatever is before it."""
+        """x: [1, dim, n]. A chunk has zeros or its preamble before it, text whatever the prompt has before it."""
         before, parts = weight.shape[1] - 1, []
-        for begin, end, alone in runs:
-            past = x[..., :0] if alone else x[..., max(0, begin - before) : begin]
-            inputs = F.pad(torch.cat([past, x[..., begin:end]], -1), (before - past.shape[-1], 0))
+        nothing = seen = preamble = x[..., :0]
+        for begin, end, kind in runs:
+            past, new = {"text": seen, "chunk": preamble, "preamble": nothing}[kind], x[..., begin:end]
+            inputs = torch.cat([F.pad(past, (before, 0)), new], -1)[..., -before - end + begin :]
             if begin < end:
                 parts.append(F.conv1d(inputs, weight[:, None], bias, groups=len(weight)))
+            preamble = new if kind == "preamble" else nothing
+            seen = seen if kind == "preamble" else torch.cat([seen, new], -1)
         out = torch.cat(parts, -1)
         return F.silu(out) if activation == "silu" else out
 
     def read(step, read_out, zero, n):
         """Outputs of n tokens, from states that step(state, t) makes and read_out(state, t) reads."""
-        out, seen = [], zero
-        for begin, end, alone in runs:
-            state = zero if alone else seen
+        out, seen, preamble = [], zero, zero
+        for begin, end, kind in runs:
+            state = {"text": seen, "chunk": preamble, "preamble": zero}[kind]
             for t in range(begin, end):
-                state, seen = step(state, t), step(seen, t)
+                state = step(state, t)
+                seen = seen if kind == "preamble" else step(seen, t)
                 out.append(read_out(state, t))
+            preamble = state if kind == "preamble" else zero
         assert len(out) == n
         return torch.stack(out)
 

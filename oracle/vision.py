@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from .hybrids import HybridOracle
 from .models.build import init_weight
+from .models.hybrids import AXES, DELTA, EXPERTS
 from .policies import Layers, PolicyOracle
 from .segments import Segment, token_ids
 from .tokenizer import VOCAB_SIZE, build_tokenizer
@@ -59,10 +61,21 @@ VISION_MODELS = {
     ),
 }
 
+HYBRIDS = {
+    "qwen3.5-moe": VisionSpec(
+        "Qwen3_5MoeConfig",
+        "Qwen3VLProcessor",
+        dict(num_position_embeddings=64, deepstack_visual_indexes=[]),  # the latter is for SGLang, as released
+        dict(**DELTA, **EXPERTS, head_dim=32, num_hidden_layers=4, rope_parameters=AXES),
+    ),
+}
+"""Those with recurrent layers."""
+
 
 def vision_config(name: str, width: int = 1) -> transformers.PretrainedConfig:
     """width: of the language model's heads and hidden states, in units of 32 and 128."""
-    spec, head = VISION_MODELS[name], {"head_dim": 32 * width} if "head_dim" in VISION_MODELS[name].text else {}
+    spec = (VISION_MODELS | HYBRIDS)[name]
+    head = {"head_dim": 32 * width} if "head_dim" in spec.text else {}
     rope = spec.text["rope_parameters"]
     sections = [width * section for section in rope["mrope_section"]]
     vision = {**spec.vision, "out_hidden_size": 128 * width}
@@ -74,22 +87,19 @@ def vision_config(name: str, width: int = 1) -> transformers.PretrainedConfig:
         tie_word_embeddings=False,
         dtype="float32",
         vision_config=dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=14, **vision),
-        text_config=dict(
-            vocab_size=VOCAB_SIZE + 32,
-            hidden_size=128 * width,
-            intermediate_size=256 * width,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=MAX_POSITION,
+        text_config={
+            **dict(vocab_size=VOCAB_SIZE + 32, max_position_embeddings=MAX_POSITION, num_hidden_layers=LAYERS),
+            **dict(
+                hidden_size=128 * width, intermediate_size=256 * width, num_attention_heads=4, num_key_value_heads=2
+            ),
             **{**spec.text, **head, "rope_parameters": {**rope, "mrope_section": sections}},
-        ),
+        },
     )
 
 
 def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
     """The model `name` in folder `path`: config, fp32 safetensors, tokenizer and processor."""
-    config = vision_config(name, width)
+    config, processor = vision_config(name, width), (VISION_MODELS | HYBRIDS)[name].processor
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -97,32 +107,32 @@ def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
             init_weight(parameter, weight, generator, tied=False)
     model.save_pretrained(path)
     build_tokenizer(path, add_bos=False, chat_parts=True, max_length=MAX_POSITION)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    # The class that Auto chooses for Qwen3.5 adds a token of its own.
+    kind = transformers.PreTrainedTokenizerFast if name in HYBRIDS else transformers.AutoTokenizer
+    tokenizer = kind.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [VISION_START, VISION_END, IMAGE, VIDEO]
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     pixels = dict(patch_size=14, merge_size=2, temporal_patch_size=2, size=dict(shortest_edge=3136, longest_edge=50176))
     (path / "preprocessor_config.json").write_text(
-        json.dumps(
-            dict(image_processor_type="Qwen2VLImageProcessor", processor_class=VISION_MODELS[name].processor, **pixels)
-        )
+        json.dumps(dict(image_processor_type="Qwen2VLImageProcessor", processor_class=processor, **pixels))
     )
-    video = "Qwen3VLVideoProcessor" if name == "qwen3-vl" else "Qwen2VLVideoProcessor"
+    video = processor.replace("Processor", "VideoProcessor").replace("2_5_", "2")
     (path / "video_preprocessor_config.json").write_text(
-        json.dumps(dict(video_processor_type=video, processor_class=VISION_MODELS[name].processor, **pixels))
+        json.dumps(dict(video_processor_type=video, processor_class=processor, **pixels))
     )
     return path
 
 
-class VisionOracle(PolicyOracle):
-    """The oracle for prompts with images; the positions on three axes are Hugging Face's."""
+class WithImages:
+    """Mixed into an oracle: prompts with images. The positions on three axes are Hugging Face's."""
 
     def __init__(self, model_path: str):
         super().__init__(model_path)
         self.processor = transformers.AutoImageProcessor.from_pretrained(model_path, use_fast=False)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
-        self.media, self.table, self.filling = {}, torch.zeros(3, 0, dtype=torch.long), False
+        self.media, self.table = {}, torch.zeros(3, 0, dtype=torch.long)
 
     def show(self, segments: list[Segment], images: list) -> list[Segment]:
         """Expand a prompt's image tokens, one for each of `images` (PIL), to as many as each image takes. Later calls
@@ -145,6 +155,22 @@ class VisionOracle(PolicyOracle):
             self.table = torch.arange(ids.shape[1]).expand(3, -1)
         return expanded
 
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions in the prompt, [n], on the axes, [3, 1, n]."""
+        last = self.table.shape[1] - 1
+        behind = self.table[0, last] + positions - last
+        return torch.where(positions > last, behind, self.table[:, positions.clamp(max=last)])[:, None]
+
+
+class HybridVisionOracle(WithImages, HybridOracle):
+    """The oracle of models with recurrent layers."""
+
+
+class VisionOracle(WithImages, PolicyOracle):
+    """The oracle of the others."""
+
+    filling = False
+
     def fill(self, segments: list[Segment], preamble=()) -> Layers:
         self.filling = True
         try:
@@ -153,11 +179,9 @@ class VisionOracle(PolicyOracle):
             self.filling = False
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
-        last = self.table.shape[1] - 1
         if self.filling:  # a chunk and its preamble, not part of the prompt: all text
             return (positions + self.table[0, positions[-1]] - positions[-1]).expand(3, 1, -1)
-        behind = self.table[0, last] + positions - last
-        return torch.where(positions > last, behind, self.table[:, positions.clamp(max=last)])[:, None]
+        return super().places(positions)
 
     def forward(self, ids, *args, **options):
         return super().forward(ids, *args, **(self.media if IMAGE in ids else {}), **options)
