@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import transformers
 
 from fakes import hybrids_on_cpu
 from oracle.hybrids import HybridOracle
@@ -13,6 +14,7 @@ from oracle.models.build import build_model
 from oracle.models.hybrids import HYBRIDS
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, text, token_ids
+from sglang_lazy.core.config import PREAMBLE
 from sglang_lazy.testing import CPU_OPTIONS
 from support.engine import EngineProcess
 
@@ -43,7 +45,8 @@ class Served:
     def __init__(self, name: str, folder, **options):
         path = build_model(HYBRIDS[name], folder)
         oracle = HybridOracle(path)
-        self.expected = functools.cache(lambda prompt, tokens: oracle.logprobs(list(prompt), tokens))
+        self.expected = functools.cache(lambda prompt, tokens, *more: oracle.logprobs(list(prompt), tokens, *more))
+        self.neutral = tuple(transformers.AutoTokenizer.from_pretrained(path).encode(PREAMBLE))
         self.min_chunk = 2 if name.startswith("lfm2") else 3  # the width of convolutions, less one: others are text
         options = {**OPTIONS, **HYBRIDS[name].cpu_options, **options}
         self.engine = EngineProcess(model_path=path, installed=False, **options)
@@ -54,16 +57,22 @@ class Served:
         is_text = [len(segment.ids) < self.min_chunk or i == last for i, segment in enumerate(prompt)]
         return [text(segment.ids) if be else segment for segment, be in zip(prompt, is_text, strict=True)]
 
-    def answer(self, *prompts: list[Segment]) -> list[dict]:
+    def preamble(self, link: str, prompt: list[Segment]) -> tuple[int, ...]:
+        """What the policy `link` computes a prompt's chunks after."""
+        name = link.partition("+")[0]
+        return {"base": self.neutral, "base:preamble=lead": prompt[0].ids}.get(name, ())
+
+    def answer(self, *prompts: list[Segment], link: str = "block") -> list[dict]:
         """Serve the prompts as one batch and compare every answer with the oracle's."""
         outputs = self.engine.generate(
             segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
+            link=[link] * len(prompts),
             sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
             return_logprob=True,
         )
         for prompt, output in zip(prompts, outputs, strict=True):
             tokens = output["output_ids"]
-            expected = self.expected(tuple(self.computed(prompt)), tuple(tokens))
+            expected = self.expected(tuple(self.computed(prompt)), tuple(tokens), self.preamble(link, prompt))
             expected = expected[len(token_ids(prompt)) - 1 : -1]
             reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
             chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -138,21 +147,41 @@ def test_scenarios(served):
     served.play(list(SCENARIOS))
 
 
-def test_the_chunk_that_the_question_attends_to_most_is_text(served):
+@pytest.mark.parametrize("link", ["base", "base:preamble=lead"])
+def test_chunks_after_a_preamble(served, link):
+    """Which no prompt contains, or that begins it; of prompts that are computed in parts it is a part of its own."""
+    dice = Dice(link)
+    a, b, c = dice.chunks(3, 20, 60)
+    start, between, question = dice.text(9), dice.text(5), dice.text(12)
+    if served.min_chunk == 2:  # the inputs of LFM2's convolutions cannot be seen
+        with pytest.raises(ValueError, match="convolutions"):
+            served.answer([start, a, question], link=link)
+        return
+    served.answer([start, a, between, b, question])
+    cold = [start, a, between, b, question]
+    assert hits(*served.answer(cold, link=link)) == [False, False], "computed after nothing, they are others"
+    assert hits(*served.answer(cold, link=link)) == [True, True]
+    assert hits(*served.answer([start, c, b, a, b, dice.text(1)], link=link)) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("link", ["whole:ratio=0.5", "base+whole:ratio=0.5"])
+def test_the_chunk_that_the_question_attends_to_most_is_text(served, link):
     """The answer is that of a prompt with one of two chunks as text, whichever it is."""
+    if served.min_chunk == 2 and "base" in link:
+        return  # refused, see above
     dice = Dice("whole")
     a, b = dice.chunks(2, 40, 40)
     start, between, question = dice.text(9), dice.text(5), dice.text(12)
     sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     segments = [segment.to_request() for segment in (start, a, between, b, question)]
-    output = served.engine.generate(
-        segments=segments, link="whole:ratio=0.5", sampling_params=sampling, return_logprob=True
-    )
+    output = served.engine.generate(segments=segments, link=link, sampling_params=sampling, return_logprob=True)
     assert sorted(entry["reused_tokens"] for entry in output["meta_info"]["chunks"]) in ([0, 0], [0, 40])
     reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
     tokens, off = output["output_ids"], []
     for first, second in ((text(a.ids), b), (a, text(b.ids)), (a, b)):
         prompt = (start, first, between, second, question)
-        expected = served.expected(prompt, tuple(tokens))[len(token_ids(prompt)) - 1 : -1]
+        expected = served.expected(prompt, tuple(tokens), served.preamble(link, prompt))[
+            len(token_ids(prompt)) - 1 : -1
+        ]
         off.append(float((expected.gather(1, torch.tensor(tokens)[:, None])[:, 0] - reported).abs().max()))
     assert min(off[:2]) <= TOLERANCE < max(off[:2]) and off[2] > TOLERANCE

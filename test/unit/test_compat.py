@@ -408,12 +408,13 @@ def test_query_needs_layers_without_windows():
 
 
 def test_recurrent_layers_take_whole_chunks():
-    """A part of a chunk has no state; a chunk after a preamble would begin in the preamble's."""
+    """A part of a chunk has no state. What a preamble leaves before a chunk must be known."""
     server = ServerTraits(recurrent=True)
-    for link in ("block", "full", "whole", "packet"):
+    for link in ("block", "full", "whole", "packet", "base", "base+whole"):
         assert refusal(get_policy(link), server) is None
-    for link, reason in {"query": "all tokens", "epic": "all tokens", "base+whole": "state of zero"}.items():
-        assert reason in refusal(get_policy(link), server)
+    for link in ("query", "epic", "base+epic"):
+        assert "all tokens" in refusal(get_policy(link), server)
+    assert "convolutions" in refusal(get_policy("base"), server._replace(preambles=False))
     assert "whole prompt" in refusal(get_policy("whole"), ServerTraits(whole_layers=False))
 
 

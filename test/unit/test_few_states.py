@@ -45,6 +45,17 @@ def test_more_chunks_than_states():
     assert lost(loop) == 0
 
 
+def test_preambles_take_states():
+    """One for each fill, which may have a single chunk."""
+    refused = Loop(num_states=3)
+    assert "--lazy-state-share" in refused.submit([A, B, QUESTION], "p0", link="base").to_finish.message
+    loop = Loop(num_states=4)
+    parents = [loop.submit([*chunks, QUESTION], str(chunks), link="base") for chunks in ([A, B], [C, D], [A, C])]
+    loop.run()
+    assert [len(parent.output_ids) for parent in parents] == [3, 3, 3]
+    assert lost(loop) == 0
+
+
 def test_a_chunk_without_its_state_is_missing():
     loop = Loop(num_states=3)
     loop.warm(A)

@@ -47,6 +47,18 @@ def test_chunks_are_computed_alone(oracle):
         assert off(answer[-1], compared[-1]) > 100 * TOLERANCE
 
 
+def test_chunks_are_computed_after_a_preamble(oracle):
+    """As behind it in a causal prompt; text before them does not change, and text behind them does."""
+    dice = Dice("preamble")
+    preamble, document = list(dice.ids(11)), chunk(dice.ids(40))
+    prompt = [text(dice.ids(9)), document, text(dice.ids(12))]
+    answer, alone = oracle.logprobs(prompt, preamble=preamble), oracle.logprobs(prompt)
+    causal = causal_logprobs(oracle.model, [*preamble, *document.ids])
+    assert off(answer[9:49], causal[11:]) <= TOLERANCE
+    assert off(answer[:9], alone[:9]) <= TOLERANCE
+    assert off(answer[-1], alone[-1]) > 100 * TOLERANCE
+
+
 def test_a_prompt_that_ends_in_a_chunk_is_refused(oracle):
     with pytest.raises(ValueError, match="ends in text"):
         oracle.logprobs([text([9, 10]), chunk([11, 12])])

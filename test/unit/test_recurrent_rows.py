@@ -82,6 +82,16 @@ def test_chunks_being_computed():
     assert rows(fill, 5, 4) == [ChunkRow(5, 2, resumed=True), ChunkRow(6, 2)]
 
 
+def test_chunks_after_a_preamble():
+    """The preamble is computed first, from zero, and may be complete in an earlier pass."""
+    fill = Fill([], None, states=[4, 5, 6])
+    fill.row = FillRow([3, 4, 2], [0, 0, 0], has_preamble=True)
+    assert rows(fill, 0, 9) == [ChunkRow(4, 3), ChunkRow(5, 4, after=4), ChunkRow(6, 2, after=4)]
+    assert rows(fill, 0, 2) == [ChunkRow(4, 2)]
+    assert rows(fill, 2, 3) == [ChunkRow(4, 1, resumed=True), ChunkRow(5, 2, after=4)]
+    assert rows(fill, 5, 4) == [ChunkRow(5, 2, resumed=True, after=4), ChunkRow(6, 2, after=4)]
+
+
 def test_requests_have_slots_of_their_own():
     batch = [TextRow(0, True, [Text(2)]), ChunkRow(3, 2), TextRow(1, False, [Chunk(7), Text(1)])]
     pieces = Pieces.of(batch, 2, torch.device("cpu")).in_slots(torch.tensor([8, 9]))

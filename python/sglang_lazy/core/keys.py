@@ -62,6 +62,11 @@ class ChunkKey(NamedTuple):
     namespace: Namespace
     check: bytes
 
+    @property
+    def most_states(self) -> int:
+        """How many states of recurrent layers a fill of this chunk reserves for it at most: also its preamble's."""
+        return 1 + self.namespace.has_preamble
+
 
 def as_int32(input_ids: Sequence[int]) -> memoryview:
     """Token ids as little-endian int32, for hashing. Raises ValueError for an id below 0 or of at least 2**31."""

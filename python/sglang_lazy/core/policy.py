@@ -26,6 +26,7 @@ class ServerTraits(NamedTuple):
     masks_images: whether tokens of an image may see later tokens of the same image.
     recurrent: whether it has recurrent layers, whose states go through chunks as a whole.
     min_chunk: the shortest text that is a chunk to them; shorter ones are text.
+    preambles: whether chunks can be computed after one.
     """
 
     fp8_cache: bool = False
@@ -36,6 +37,7 @@ class ServerTraits(NamedTuple):
     masks_images: bool = False
     recurrent: bool = False
     min_chunk: int = 0
+    preambles: bool = True
 
 
 IN_WINDOW_POOL = (
@@ -203,19 +205,19 @@ def refusal(policy: Policy, server: ServerTraits) -> str | None:
     """The reason why a server cannot serve a policy, or None."""
     if server.cross_attention and policy.reuses and not _keeps_whole_chunks(policy):
         return f"link {policy}: this model reads whole chunks through an encoder, so it supports only block and full"
-    if server.recurrent and policy.reuses and policy.preamble != "none":
-        return f"link {policy}: this model has recurrent layers, and its chunks begin in a state of zero"
-    if server.recurrent and policy.reuses and not policy.whole_chunks and not _keeps_whole_chunks(policy, trained=True):
+    if policy.preamble != "none" and policy.reuses and not server.preambles:
+        return f"link {policy}: this model's convolutions do not show what a preamble leaves before a chunk"
+    if server.recurrent and policy.reuses and not policy.whole_chunks and not _keeps_whole_chunks(policy, around=True):
         return f"link {policy}: this model has recurrent layers, whose states go through all tokens of a chunk"
     return policy.unfit(server)
 
 
-def _keeps_whole_chunks(policy: Policy, trained: bool = False) -> bool:
+def _keeps_whole_chunks(policy: Policy, around: bool = False) -> bool:
     """Whether a policy uses chunks unchanged, judged by a sample prompt with short and long chunks.
 
-    trained: whether it may put tokens around them.
+    around: whether it may have other tokens around them, and compute them after a preamble.
     """
     layout = PromptLayout(((1, 3), (3, 5), (6, 4096)))
     whole = [[(0, end - start)] for start, end in layout.chunks]
-    alters = policy.preamble != "none" or policy.probes or (policy.trained and not trained) or not policy.in_place
+    alters = policy.probes or not policy.in_place or (not around and (policy.trained or policy.preamble != "none"))
     return not alters and [list(ranges) for ranges in policy.kept(layout, range(4097))] == whole

@@ -93,7 +93,7 @@ class FillRow:
 
     def __init__(self, lens: Sequence[int], cached: Sequence[int], has_preamble: bool):
         self.cached = cached
-        self._lens, self._has_preamble = lens, has_preamble
+        self._lens, self.has_preamble = lens, has_preamble
         self._cached_start = [*itertools.accumulate(cached, initial=0)]
         self.num_computed = [length - count for length, count in zip(lens, cached, strict=True)]
         self._computed_start = [*itertools.accumulate(self.num_computed, initial=self._cached_start[-1])]
@@ -101,7 +101,7 @@ class FillRow:
     @property
     def is_sequence(self) -> bool:
         """Whether each token of the row sees all tokens before it, as in an ordinary row."""
-        if self._has_preamble:
+        if self.has_preamble:
             return len(self._lens) == 2 and (self.cached[0] == self._lens[0] or self.cached[1] == 0)
         return len(self._lens) == 1
 
@@ -135,7 +135,7 @@ class FillRow:
         """For each part with tokens to compute in [start, end) of the row: the row's ranges up to `end` that they see,
         and the number of these tokens."""
         for i, num_new, _ in self.computed(start, end):
-            preamble = self.ranges(0) if self._has_preamble and i else []
+            preamble = self.ranges(0) if self.has_preamble and i else []
             yield preamble + self.ranges(i, end), num_new
 
     def computed(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:

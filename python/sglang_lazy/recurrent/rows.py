@@ -31,8 +31,9 @@ def rows_of(current: Pass, slots: Sequence[RowStates]) -> list[TextRow | ChunkRo
     rows: list[TextRow | ChunkRow] = []
     for i, (state, before, new) in enumerate(zip(states, prefix_lens, extend_lens, strict=True)):
         if isinstance(state, Fill):
-            parts = state.row.computed(before, before + new)
-            rows += [ChunkRow(state.states[part], count, resumed) for part, count, resumed in parts]
+            preamble = state.states[0] if state.row.has_preamble else None
+            for part, count, resumed in state.row.computed(before, before + new):
+                rows.append(ChunkRow(state.states[part], count, resumed, preamble if part else None))
         elif isinstance(state, LinkedRequest):
             rows.append(_linked_row(i, state, slots[i], before, new))
         else:

@@ -174,10 +174,12 @@ class Arrival:
         preamble_len, most_new = len(prompt.chunks[0].preamble), self.facts.max_new_tokens(req)
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
         lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
-        if len(lens) > self.limits.num_states:
+        num_states = sum(key.most_states for key in lens)
+        if num_states > self.limits.num_states:
             raise Refusal(
                 "pool",
-                f"{len(lens)} chunks, but the states of {self.limits.num_states} fit into memory (--lazy-state-share)",
+                f"{len(lens)} chunks take up to {num_states} states, but {self.limits.num_states} fit into memory "
+                "(--lazy-state-share)",
             )
         chunks, longest = sum(lens.values()), max(lens.values())
         # SGLang counts one more, and leaves one

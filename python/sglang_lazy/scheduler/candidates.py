@@ -78,7 +78,7 @@ class Candidates:
         chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
         window_need = self.budget.window_need(state, nodes, need)
         starting = self.budget.states_to_start(state, nodes) - self._starting
-        state_need = self.budget.states_to_lock(nodes) + len(starting)
+        state_need = self.budget.states_to_lock(nodes) + sum(key.most_states for key in starting)
         if self.budget.rows.shares_pool:
             need += chunk_need
         else:

@@ -151,6 +151,7 @@ def server_traits(runner: Any) -> ServerTraits:
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
         recurrent=layout is not None,
         min_chunk=0 if layout is None else min_chunk(layout),
+        preambles=layout is None or layout.ssm is not None,  # short convolutions do not show their inputs
     )
 
 
