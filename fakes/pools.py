@@ -43,8 +43,9 @@ NUM_ROTATIONS = 1 << 20
 class Layers(RecurrentLayers):
     """Recurrent layers that compute nothing."""
 
-    def __init__(self, num_states: int, device: str):
+    def __init__(self, num_states: int, max_pieces: int, device: str):
         self.pool = StatePool(StateLayout(1, ((1, 2),), torch.float32), num_states, device)
+        self.max_pieces = max_pieces
         self.pieces, self.finish = None, lambda: None
 
     def save(self, req: Any, slot: int) -> None:
@@ -62,6 +63,7 @@ class Pools:
     window: how many earlier tokens a query sees in the first layer, which then has a pool of its own with
         `window_size` slots; 0 for all.
     num_states: how many chunks and answers can have states of recurrent layers; 0 without such layers.
+    max_pieces: how many pieces recurrent layers can compute in one pass.
     """
 
     objects_class = ChunkObjects
@@ -89,6 +91,7 @@ class Pools:
         window: int = 0,
         window_size: int = 0,
         num_states: int = 0,
+        max_pieces: int = 1000,
     ):
         self.window, self.has_tiers, self.slow = window, host_size > 0, False
         self.kv = kv = new_kv(size, window_size, device)
@@ -105,7 +108,7 @@ class Pools:
         if self.reuses:
             self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
         if num_states:
-            self.rows.segment_table.recurrent = Layers(num_states, device)
+            self.rows.segment_table.recurrent = Layers(num_states, max_pieces, device)
         self.model_config = types.SimpleNamespace(
             vocab_size=vocab_size,
             context_len=context_len,

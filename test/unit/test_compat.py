@@ -219,10 +219,16 @@ WITH_STATES = {
 """Flags that matter for a model with recurrent layers, as they must be."""
 
 
+class Config(SimpleNamespace):
+    """`ModelConfig`, which can be a key."""
+
+    __hash__ = object.__hash__
+
+
 def lfm2_config(**changes):
     """SGLang's configuration of a model with recurrent layers, as far as checks read it."""
     config = Lfm2Config(architectures=["Lfm2ForCausalLM"], **changes)
-    return SimpleNamespace(hf_config=config, is_draft_model=False, num_hidden_layers=config.num_hidden_layers)
+    return Config(hf_config=config, is_draft_model=False, num_hidden_layers=config.num_hidden_layers)
 
 
 def test_the_defaults_fit_recurrent_layers():
@@ -264,7 +270,8 @@ def test_states_take_memory_only_where_chunks_are_reused(monkeypatch, strategy, 
     configurator = SimpleNamespace(model_config=lfm2_config(), server_args=args)
     left = recurrent.leave_room(lambda _, memory: memory, configurator, 2.0)
     assert left == pytest.approx(2 * (1 - share))
-    assert getattr(configurator.model_config, "lazy_num_states", 0) == int(share * 2**31 / 1024)
+    memory = recurrent._memories.get(configurator.model_config, (0, 0))
+    assert memory == (int(share * 2**31 * 7 / 8 / 1024), int(share * 2**31 / 8 / 1024))
 
 
 class Layer(torch.nn.Module):

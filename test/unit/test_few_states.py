@@ -126,6 +126,22 @@ def test_a_parent_claims_the_states_of_all_chunks_of_a_fill():
     assert lost(loop) == 0
 
 
+def test_a_batch_takes_only_so_many_pieces():
+    """Fills are cut, and requests wait; one that alone has too many is refused."""
+    loop = Loop(num_states=8, max_pieces=2)
+    words = [(TEXT, (number,)) for number in (3, 4, 5)]
+    refused = loop.submit([words[0], A, words[1], B, words[2]], "p0", max_new_tokens=1)
+    assert "3 pieces of text" in refused.to_finish.message
+    loop.abort(refused)
+    loop.submit([A, B, C, D, words[0]], "p1", max_new_tokens=1)
+    loop.submit([words[0], A, words[1]], "p2", max_new_tokens=1)
+    loop.submit([A, words[0]], "p3", max_new_tokens=1)
+    plain = [loop.submit([words[0]], f"p{i}", max_new_tokens=1) for i in range(4, 7)]
+    loop.run()
+    assert loop.log == [["\0fill-0"], ["\0fill-1"], ["p1"], ["p2"], ["p3", "p4"], ["p5", "p6"]]
+    assert all(len(req.output_ids) == 1 for req in plain)
+
+
 def test_chunks_computed_ahead_leave_no_answer():
     loop = Loop(num_states=3)
     loop.submit([A, QUESTION], "p0", max_new_tokens=1, ahead=True)

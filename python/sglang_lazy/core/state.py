@@ -251,6 +251,15 @@ def unused_hits(req: Request) -> int:
     return getattr(req, "lazy_unused_hits", 0)
 
 
+def num_pieces(req: Request) -> int:
+    """The most pieces of a request that recurrent layers compute in one pass: each is a sequence of its own to them,
+    text between chunks or a chunk that a fill computes."""
+    state = lazy_state(req)
+    if isinstance(state, Fill):
+        return len(state.parts)
+    return len(state.prompt.spans) if isinstance(state, LinkedRequest) else 1
+
+
 def lazy_state(req: Request | None) -> LinkedRequest | Undecided | Fill | None:
     """The state that `req` carries, None if it has no part in chunk reuse."""
     return getattr(req, "lazy", None)

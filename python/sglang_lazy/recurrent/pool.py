@@ -51,6 +51,15 @@ class StateLayout:
             heads += self.ssm[0] * torch.float32.itemsize
         return self.num_layers * (convs + heads)
 
+    @property
+    def piece_bytes(self) -> int:
+        """What a pass needs for each of its pieces at most, in bytes: the last inputs of all layers or, if layers have
+        states, three times what a chunk does to one of them, in fp32. See `recurrent.passes`."""
+        if self.ssm is None:
+            return self.slot_bytes
+        heads, v_dim, k_dim = self.wide or (self.ssm[0], 2 * self.ssm[1], self.ssm[2])
+        return 3 * heads * v_dim * k_dim * torch.float32.itemsize
+
 
 class StatePool:
     """Slots for what chunks do to states. Slot 0 is for padding and is never handed out.

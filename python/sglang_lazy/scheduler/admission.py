@@ -120,7 +120,8 @@ class ChunkAdmission:
         if not self.linked_waiting and lazy_state(chunked) is None:
             return waiting
         alone = not running and chunked is None and not self.holders
-        candidates = Candidates(self.store, self.budget, running, alone, self.cached, self._admit, self._blocked)
+        max_pieces, act = self.arrival.limits.max_pieces, (self.cached, self._admit, self._blocked)
+        candidates = Candidates(self.store, self.budget, running, max_pieces, chunked, alone, *act)
 
         def serving() -> bool:
             others = [*running, *([] if chunked is None else [chunked])]

@@ -35,6 +35,7 @@ class Limits(NamedTuple):
     windows: the pool of window KV, if there is one.
     max_fill_tokens: the most chunk tokens computed at once, except for a longer single chunk.
     num_states: how many chunks can have states of recurrent layers at a time.
+    max_pieces: how many pieces recurrent layers can compute in one pass; see `num_pieces`.
     """
 
     pool_size: int
@@ -46,6 +47,7 @@ class Limits(NamedTuple):
     windows: WindowMemory | None = None
     max_fill_tokens: int = 0
     num_states: float = math.inf
+    max_pieces: float = math.inf
 
 
 class Arrival:
@@ -180,6 +182,11 @@ class Arrival:
                 "pool",
                 f"{len(lens)} chunks take up to {num_states} states, but {self.limits.num_states} fit into memory "
                 "(--lazy-state-share)",
+            )
+        if len(prompt.spans) > self.limits.max_pieces:
+            raise Refusal(
+                "pool",
+                f"{len(prompt.spans)} pieces of text, but memory is for {self.limits.max_pieces} (--lazy-state-share)",
             )
         chunks, longest = sum(lens.values()), max(lens.values())
         # SGLang counts one more, and leaves one

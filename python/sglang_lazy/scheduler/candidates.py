@@ -8,7 +8,7 @@ from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.request import Request
-from sglang_lazy.core.state import LinkedRequest, Undecided, lazy_state, linked, stand_in
+from sglang_lazy.core.state import LinkedRequest, Undecided, lazy_state, linked, num_pieces, stand_in
 from sglang_lazy.scheduler.budget import Budget
 
 Nodes = list[Node | None]
@@ -24,6 +24,8 @@ class Candidates:
     first that it cannot take whole, so no parent runs before its chunks. A parent whose policy needs resident chunks is
     left out until they are.
 
+    max_pieces: the most pieces of a batch, as far as they are known; see `num_pieces`.
+    chunked: the request in chunked prefill, which any batch has.
     alone: whether nothing runs and no parent is admitted, so that the first one may take all memory.
     cached: where the chunks of a parent are.
     admit: admits a parent. Returns the requests that must run first, None if the next batch has enough to compute.
@@ -36,6 +38,8 @@ class Candidates:
         store: ChunkStore,
         budget: Budget,
         running: Sequence[Request],
+        max_pieces: float,
+        chunked: Request | None,
         alone: bool,
         cached: Callable[[LinkedRequest], Nodes],
         admit: Callable[[Request, LinkedRequest, Nodes], list[Request] | None],
@@ -44,6 +48,7 @@ class Candidates:
         self.store, self.budget, self.alone = store, budget, alone
         self.cached, self.admit, self.blocked = cached, admit, blocked
         self.requests: dict[Request, None] = {}
+        self._free_pieces = max_pieces - (0 if chunked is None else num_pieces(chunked))
         # In tokens: what the answers of running requests will take, and what further requests may claim.
         self._for_answers = budget.for_answers(running)
         self._free = budget.for_waiting(self._for_answers)
@@ -97,7 +102,8 @@ class Candidates:
         self._starting |= starting
         first = self.admit(req, state, nodes)
         self.alone = False
-        self.requests.update(dict.fromkeys(first or ()))
+        if not all(map(self._append, first or ())):
+            return False
         if first is None or (state.needs_resident and not state.ready):
             return self._leave_out(need)
         return self._take(waiting, req, state, need)
@@ -110,7 +116,18 @@ class Candidates:
             if self._free_states < 1:
                 return False
             self._free_states -= 1
+        if not self._append(req):
+            return False
         self._free -= need
+        return True
+
+    def _append(self, req: Request) -> bool:
+        """Have the batch take a request, unless its pieces would be too many."""
+        if req in self.requests:
+            return True
+        if num_pieces(req) > self._free_pieces:
+            return False
+        self._free_pieces -= num_pieces(req)
         self.requests[req] = None
         return True
 

@@ -1,6 +1,7 @@
 """Producers, which compute the KV of missing chunks."""
 
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -65,17 +66,25 @@ class FillProducer:
     pending: the store's, from chunk key to fill request.
     max_tokens: the most tokens of a fill with several chunks. A larger one would take several batches, and all of its
         chunks would wait for the last.
+    max_chunks: the most chunks of a fill.
     """
 
-    def __init__(self, pending: dict[ChunkKey, Any], facts: Facts, new_request: NewRequest, max_tokens: int):
+    def __init__(
+        self,
+        pending: dict[ChunkKey, Any],
+        facts: Facts,
+        new_request: NewRequest,
+        max_tokens: int,
+        max_chunks: float = math.inf,
+    ):
         self.pending = pending
         self.facts = facts
         self.new_request = new_request
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_chunks = max_tokens, max_chunks
         self._ids = itertools.count()
 
     def produce(self, parent: Request, chunks: Sequence[ChunkSlice]) -> None:
-        for share in shares(chunks, self.max_tokens):
+        for share in shares(chunks, self.max_tokens, self.max_chunks):
             fill, tokens = Fill(share, parent), array("q")
             for part in fill.parts:
                 tokens += part.tokens
@@ -130,13 +139,14 @@ class FillProducer:
                 del self.pending[chunk.key]
 
 
-def shares(chunks: Iterable[ChunkSlice], max_tokens: int) -> Iterator[list[ChunkSlice]]:
-    """Split `chunks` into groups of at most `max_tokens` including the preamble, or of one longer chunk."""
+def shares(chunks: Iterable[ChunkSlice], max_tokens: int, max_chunks: float = math.inf) -> Iterator[list[ChunkSlice]]:
+    """Split `chunks` into groups of at most `max_tokens` including the preamble, or of one longer chunk; and of at most
+    `max_chunks`."""
     share: list[ChunkSlice] = []
     num_tokens = 0
     for chunk in chunks:
         num_tokens += chunk.num_tokens
-        if share and len(chunk.preamble) + num_tokens > max_tokens:
+        if share and (len(chunk.preamble) + num_tokens > max_tokens or len(share) >= max_chunks):
             yield share
             share, num_tokens = [], chunk.num_tokens
         share.append(chunk)

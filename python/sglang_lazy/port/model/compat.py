@@ -22,7 +22,7 @@ from sglang_lazy.port.comb.compat import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import attention_layers, attention_modules
-from sglang_lazy.port.model.recurrent import is_recurrent, keeps_states, num_attention_layers
+from sglang_lazy.port.model.recurrent import Recurrence
 from sglang_lazy.port.model.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
@@ -208,9 +208,10 @@ def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
         return ["MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
     kinds = set(getattr(config.hf_text_config, "layer_types", None) or ())
     recurrent = sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention")
-    if is_recurrent(config) and not keeps_states(config):
+    recurrence = Recurrence.of(config)
+    if recurrence is not None and not recurrence.keeps_states:
         return ["recurrent layers: chunks hold states of short convolutions, Mamba-2 and gated delta rules only"]
-    if recurrent and not is_recurrent(config):
+    if recurrent and recurrence is None:
         return [f"layers of type {', '.join(recurrent)}: chunks hold no recurrent state"]
     reasons = []
     if config.is_encoder_decoder:
@@ -236,7 +237,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     reasons = unfit_config(config, untested=untested)
     if config.attention_arch == AttentionArch.MLA:
         return reasons  # what follows reads keys and values by heads
-    expected = num_attention_layers(config)
+    recurrence = Recurrence.of(config)
+    expected = config.num_hidden_layers if recurrence is None else recurrence.num_attention_layers
     if (num_layers := len(list(attention_layers(runner.model)))) != expected:
         reasons.append(f"attention in {num_layers} of {expected} layers: chunks hold no other state")
     # Blocks of mxfp8 have their own scales.
@@ -252,7 +254,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons += _unfit_to_draft(runner)
     if num_cross_layers(config):
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
-    return [*reasons, *unfit_layers(runner.model, may_lack_rotation=is_recurrent(config))] or _unfit_pools(runner)
+    return [*reasons, *unfit_layers(runner.model, may_lack_rotation=recurrence is not None)] or _unfit_pools(runner)
 
 
 def _unfit_to_draft(runner: Any) -> list[str]:

@@ -1,11 +1,11 @@
 """Models with recurrent layers: their pool of states, its share of the memory, and the layers' own backends."""
 
-import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.configs.falcon_h1 import FalconH1Config
@@ -37,35 +37,71 @@ MAMBA2 = (FalconH1Config, GraniteMoeHybridConfig, NemotronHConfig)
 """SGLang's configurations of models whose recurrent layers are short convolutions only, or Mamba-2."""
 
 
-def is_recurrent(config: Any) -> bool:
-    """Whether a model, given by SGLang's `ModelConfig`, has recurrent layers."""
-    return mambaish_config(config) is not None
+class Recurrence(NamedTuple):
+    """What a model's configuration says of its recurrent layers.
 
+    config: SGLang's, of models with such layers.
+    keeps_states: whether chunks keep the layers' states.  transition: see `StateLayout`.
+    """
 
-def keeps_states(config: Any) -> bool:
-    """Whether chunks keep the states of a model's recurrent layers."""
-    return hybrid_gdn_config(config) is not None or isinstance(mamba2_config(config), (*CONVOLUTIONS, *MAMBA2))
+    config: Any
+    keeps_states: bool
+    transition: Transition | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "Recurrence | None":
+        """Of SGLang's `ModelConfig`; None for a model without recurrent layers."""
+        if (recurrent := mambaish_config(config)) is None:
+            return None
+        if hybrid_gdn_config(config) is not None:
+            return cls(recurrent, True, "matrix")
+        mamba2 = mamba2_config(config)
+        return cls(
+            recurrent, isinstance(mamba2, (*CONVOLUTIONS, *MAMBA2)), "number" if isinstance(mamba2, MAMBA2) else None
+        )
+
+    @property
+    def num_attention_layers(self) -> int:
+        """How many layers have attention."""
+        return len(self.config.full_attention_layer_ids)
+
+    @property
+    def layout(self) -> StateLayout:
+        """Of the states on this rank, once ranks are known; of a model whose chunks keep them."""
+        params = self.config.mamba2_cache_params
+        convolutions = len(params.layers), tuple(map(tuple, params.shape.conv)), params.dtype.conv
+        if self.transition is None:
+            return StateLayout(*convolutions)
+        return StateLayout(*convolutions, tuple(params.shape.temporal), params.dtype.temporal, self.transition)
 
 
 def state_layout(config: Any) -> StateLayout | None:
-    """The states of a model's recurrent layers on this rank; None if chunks keep none."""
-    if not keeps_states(config):
-        return None
-    transition: Transition | None = None
-    if not isinstance(mamba2_config(config), CONVOLUTIONS):
-        transition = "matrix" if hybrid_gdn_config(config) is not None else "number"
-    params = mambaish_config(config).mamba2_cache_params
-    layout = StateLayout(len(params.layers), tuple(map(tuple, params.shape.conv)), params.dtype.conv)
-    if transition is None:
-        return layout
-    return dataclasses.replace(
-        layout, ssm=tuple(params.shape.temporal), ssm_dtype=params.dtype.temporal, transition=transition
-    )
+    """The states of a model's recurrent layers on this rank; None if it has none, or chunks keep none."""
+    recurrence = Recurrence.of(config)
+    return recurrence.layout if recurrence is not None and recurrence.keeps_states else None
 
 
-def num_attention_layers(config: Any) -> int:
-    """How many layers of a model have attention."""
-    return len(mambaish_config(config).full_attention_layer_ids) if is_recurrent(config) else config.num_hidden_layers
+class StateMemory(NamedTuple):
+    """What fits into the memory for states of chunks.
+
+    num_states: in the pool.  max_pieces: of one pass, beside it.
+    """
+
+    num_states: int
+    max_pieces: int
+
+    @classmethod
+    def within(cls, num_bytes: float, layout: StateLayout) -> "StateMemory":
+        for_pieces = num_bytes / PIECES_SHARE
+        pieces = max(1, int(for_pieces / layout.piece_bytes))
+        return cls(int((num_bytes - for_pieces) / layout.slot_bytes), pieces)
+
+
+PIECES_SHARE = 8
+"""One in so many bytes of the memory for states is for the pieces of a pass."""
+
+_memories = weakref.WeakKeyDictionary[Any, StateMemory]()
+"""By SGLang's `ModelConfig`: what `leave_room` has set aside."""
 
 
 def unfit_states(args: Any, config: Any) -> list[str]:
@@ -73,7 +109,7 @@ def unfit_states(args: Any, config: Any) -> list[str]:
 
     args: SGLang's `ServerArgs`.  config: its `ModelConfig`.
     """
-    if not is_recurrent(config):
+    if Recurrence.of(config) is None:
         return []
     flags = flags_of(args)
     strategy = flags.mamba_radix_cache_strategy
@@ -105,21 +141,23 @@ def min_chunk(layout: StateLayout) -> int:
 class RecurrentLayers:
     """The recurrent layers of a `ModelRunner`.
 
-    pool: of what chunks do to states.  pieces: of the current pass; None if SGLang's own description will do.
+    pool: of what chunks do to states.  max_pieces: how many pieces a pass has memory for.
+    pieces: of the current pass; None if SGLang's own description will do.
     written: what to write where at the end of the pass, by the backend.
     """
 
     def __init__(self, runner: Any, layout: StateLayout):
-        size = runner.model_config.lazy_num_states
-        self.pool = StatePool(layout, min(size, runner.token_to_kv_pool.size), runner.device)
+        num_states, self.max_pieces = _memories[runner.model_config]
+        self.pool = StatePool(layout, min(num_states, runner.token_to_kv_pool.size), runner.device)
         self._requests = runner.req_to_token_pool
         self.pieces: Pieces | None = None
         self.finish: Callable[[], None] = lambda: None
         logger.info(
-            "sglang-lazy: states of %d chunks, %.2f MB each, %.2f GB in all (--lazy-state-share)",
+            "sglang-lazy: states of %d chunks, %.2f MB each, %.2f GB in all; %d pieces in a pass (--lazy-state-share)",
             self.pool.size,
             layout.slot_bytes / 1e6,
             self.pool.size * layout.slot_bytes / 1e9,
+            self.max_pieces,
         )
 
     @contextmanager
@@ -229,7 +267,7 @@ def leave_room(original: Callable, configurator: Any, rest_memory: float) -> flo
     layout, args = state_layout(configurator.model_config), configurator.server_args
     if layout is not None and not unfit_states(args, configurator.model_config):
         budget = LazyConfig.current().state_share * rest_memory
-        configurator.model_config.lazy_num_states = int(budget * 2**30 / layout.slot_bytes)
+        _memories[configurator.model_config] = StateMemory.within(budget * 2**30, layout)
         rest_memory -= budget
     return original(configurator, rest_memory)
 

@@ -71,6 +71,9 @@ def new_admission(
     encode: computes chunks that have their own pool.
     """
     rows, new_request, facts = scheduler.tree_cache.rows, internal_requests(scheduler), SchedulerFacts(scheduler)
+    table = table_of(rows.pool)
+    assert table is not None, "its cache holds chunks"
+    recurrent = table.recurrent
     limits = Limits(
         pool_size=rows.device.size,
         chunk_pool_size=rows.store.device.size,
@@ -80,11 +83,12 @@ def new_admission(
         neutral_preamble=preamble or array("q"),
         windows=rows.device.windows,
         max_fill_tokens=max_fill_tokens(scheduler),
-        num_states=math.inf if rows.store.states is None else rows.store.states.pool.size,
+        num_states=math.inf if recurrent is None else recurrent.pool.size,
+        max_pieces=math.inf if recurrent is None else recurrent.max_pieces,
     )
     producer: Producer
     if encode is None:
-        producer = FillProducer(rows.store.pending, facts, new_request, limits.max_fill_tokens)
+        producer = FillProducer(rows.store.pending, facts, new_request, limits.max_fill_tokens, limits.max_pieces)
     else:
         device, most = rows.store.device, limits.max_fill_tokens
         producer = EncoderProducer(rows.store.pending, facts, most, device.allocate, device.free, encode)
