@@ -23,7 +23,7 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import operators
-from sglang_lazy.port.scheduler import idle, internal, lora, memory, schedule_policy
+from sglang_lazy.port.scheduler import control, idle, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 
@@ -53,7 +53,7 @@ def _with_hook(stock: Callable, hook: Hook) -> Callable:
 
 Batch = hooked(ScheduleBatch, hooks)
 _Policy, Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
-_Stock = hooked(sglang_scheduler.Scheduler, hooks, internal, lora, memory)
+_Stock = hooked(sglang_scheduler.Scheduler, hooks, control, schedule_policy, idle)
 _NOTHING = types.SimpleNamespace
 
 
@@ -199,7 +199,7 @@ class Scheduler(_Stock):
         self._request_dispatcher(types.SimpleNamespace(lora_id=adapter))
 
     def _request_dispatcher(self, message: Any) -> Any:
-        return lora.unload_adapter(lambda _self, message: self.unloaded.append(message.lora_id), self, message)
+        return control.unload_adapter(lambda _self, message: self.unloaded.append(message.lora_id), self, message)
 
     # The loop
 

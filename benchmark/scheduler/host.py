@@ -19,12 +19,12 @@ from fakes.scheduler import Scheduler
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.host_slots import HostSlots
 from sglang_lazy.cache.transfers import Transfers
+from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port.cache import tiers
-from sglang_lazy.port.scheduler import internal
-from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
+from sglang_lazy.port.scheduler import steps
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "metrics", "eviction")
 VOCAB_SIZE = 128256
@@ -190,7 +190,7 @@ class Host(Scheduler):
             with self.clock("segments"):
                 self.pools.launch(batch)
             with self.clock("publish"):
-                internal.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
+                steps.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):
                 for ended in reqs:
                     release_kv_cache(ended, self.tree_cache, checkpoint=True)

@@ -39,7 +39,7 @@ from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import idle
-from sglang_lazy.port.scheduler.steps import cached_tokens_details
+from sglang_lazy.port.scheduler.reports import cached_tokens_details
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving.chunk_lists import list_arguments

@@ -15,7 +15,7 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from sglang_lazy.chunks import catalog, counts
 from sglang_lazy.chunks.counts import Census, Histogram, Occupancy
-from sglang_lazy.port.scheduler.chunk_metrics import TIME_SHARE, ChunkMetrics
+from sglang_lazy.chunks.metrics import TIME_SHARE, ChunkMetrics
 
 BUDGET = "no more than 10 tokens can be pinned (--lazy-max-pinned)"
 pytestmark = pytest.mark.usefixtures("sglang_context")

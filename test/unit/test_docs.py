@@ -15,11 +15,11 @@ from sglang.srt.observability import metrics_collector
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.chunks.counts import Counts
+from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.config import LazyConfig, add_cli_args
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.cache import tier_metrics
-from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 from sglang_lazy.port.serving import shadow
 
 ROOT = Path(__file__).parents[2]

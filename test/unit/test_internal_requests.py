@@ -9,7 +9,6 @@ from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import fill_of, is_internal, lazy_state
 from sglang_lazy.port.cache.composite import CompositeCache
-from sglang_lazy.port.scheduler import internal
 from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -166,7 +165,7 @@ def test_sglang_tells_no_client_of_an_internal_request_that_it_aborts(link):
     loop, parent = begun("one pool", False, link)
     told = []
     for req in (loop.chunked_req, parent):
-        internal.send_abort_output(lambda _scheduler, message, _req: told.append(message.rid), loop, AbortReq(), req)
+        hooks.send_abort_output(lambda _scheduler, message, _req: told.append(message.rid), loop, AbortReq(), req)
     assert told == [AbortReq().rid]
 
 

@@ -9,7 +9,7 @@ from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, NEUTRAL_PREAMBLE, TEXT
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.state import fill_of, lazy_state, linked
-from sglang_lazy.port.scheduler.steps import neutral_preamble
+from sglang_lazy.scheduler.preambles import neutral_preamble
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

@@ -16,7 +16,7 @@ from sglang.srt.sampling.watermarking import core
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
 from sglang_lazy.port.repairs import abort_tasks, auth, logs
-from sglang_lazy.port.scheduler import memory
+from sglang_lazy.port.scheduler import steps
 
 
 def test_clients_cannot_forge_log_lines(monkeypatch):
@@ -43,7 +43,7 @@ def limited(max_queued, queue):
         send_to_tokenizer=SimpleNamespace(send_output=lambda *args: sent.append(args))
     )
     limit = inspect.unwrap(Scheduler._abort_on_queued_limit)
-    return lambda req: (memory.abort_on_queued_limit(limit, scheduler, req), scheduler.waiting_queue), sent
+    return lambda req: (steps.abort_on_queued_limit(limit, scheduler, req), scheduler.waiting_queue), sent
 
 
 @pytest.mark.usefixtures("sglang_context")

@@ -21,8 +21,8 @@ from sglang_lazy.port import flag_checks, plugin
 from sglang_lazy.port.cpu import backends_for_cpu, bounded_pool, replace_triton
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import Unfit
-from sglang_lazy.port.scheduler.steps import check_default_preamble
 from sglang_lazy.port.serving import frontend, selftest
+from sglang_lazy.scheduler.preambles import check_default_preamble
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
 CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}

@@ -8,7 +8,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from fakes.chunk_server import A, B, Server, storage_with
 from fakes.storage import Storage
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.scheduler import storage as hooks
+from sglang_lazy.port.scheduler import control as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -39,7 +39,14 @@ def scheduler_of(server, *, has_weights=True, reuses=True):
         tree_cache=cache,
         enable_hicache_storage=server is not None,
         weight_updater=SimpleNamespace(offload_tags=offloaded),
+        waiting_queue=[],
+        _engine_paused=False,
+        is_fully_idle=lambda: False,
     )
+
+
+def flush(scheduler, succeeds=True):
+    return hooks.flush_cache(lambda _scheduler: succeeds, scheduler)
 
 
 def clear(server):
@@ -116,7 +123,7 @@ def test_a_flush_hashes_the_model_again(has_weights):
     server = Server(Storage())
     assert server.identified == [None]
     server.flush()
-    assert hooks.identify(True, scheduler_of(server, has_weights=has_weights))
+    assert flush(scheduler_of(server, has_weights=has_weights))
     assert server.identified == [None] * (2 if has_weights else 1)
     server.served(A)
     assert server.identified == [None] * 2
@@ -132,16 +139,16 @@ def test_a_weight_update_without_a_flush_names_nothing():
         hooks.update_weights(result, updater, SimpleNamespace(flush_cache=flushes))
     assert server.served(A) == ["storage"]
     hooks.update_weights("updated", updater, SimpleNamespace(flush_cache=False))
-    hooks.identify(False, scheduler)
+    assert not flush(scheduler, succeeds=False)
     server.warm(B)
     assert len(storage.objects) == 1
     server.flush()
-    assert hooks.identify(True, scheduler) and server.served(A) == ["storage"]
+    assert flush(scheduler) and server.served(A) == ["storage"]
 
 
 @pytest.mark.parametrize("reuses", [True, False])
 def test_servers_without_storage_of_ours(reuses):
     """Nothing happens to them."""
     scheduler = scheduler_of(None, reuses=reuses)
-    assert hooks.identify(True, scheduler)
+    assert flush(scheduler)
     hooks.update_weights("updated", SimpleNamespace(scheduler=scheduler), SimpleNamespace(flush_cache=False))

@@ -8,7 +8,7 @@ from fakes.requests import CHUNK, TEXT
 from sglang_lazy.cache.host_copy import HostWatcher
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.scheduler import steps as hooks
+from sglang_lazy.port.scheduler import reports
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -29,7 +29,7 @@ def with_chunks_on_host(*chunks, **options):
 
 
 def details(req):
-    reported = hooks.cached_tokens_details(req, linked(req))
+    reported = reports.cached_tokens_details(req, linked(req))
     return reported["device"], reported["host"], reported["chunk"]
 
 

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_lazy.attention.rows import Pass
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import RowNodes, lazy_state
+from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.facts import GivenImages, Taken
 
 
@@ -56,6 +57,11 @@ def tp_size() -> int:
 
 def tp_rank() -> int:
     return get_parallel().tp_rank
+
+
+def admission_of(owner: Any) -> ChunkAdmission | None:
+    """The admission of a scheduler, None if it serves without chunk reuse.  owner: it, or another with its cache."""
+    return getattr(owner.tree_cache, "admission", None)
 
 
 class RequestFacts:

@@ -84,17 +84,7 @@ def declared() -> tuple[Hook, ...]:
         sessions,
         stored_responses,
     )
-    from sglang_lazy.port.scheduler import (
-        chunk_metrics,
-        control,
-        idle,
-        internal,
-        lora,
-        memory,
-        schedule_policy,
-        steps,
-        storage,
-    )
+    from sglang_lazy.port.scheduler import control, idle, reports, schedule_policy, steps
     from sglang_lazy.port.serving import (
         chat,
         completions,
@@ -121,11 +111,7 @@ def declared() -> tuple[Hook, ...]:
         stored_responses,
         control,
         steps,
-        internal,
         schedule_policy,
-        lora,
-        memory,
-        storage,
         comb_pool,
         comb_lora,
         model_runner,
@@ -144,7 +130,7 @@ def declared() -> tuple[Hook, ...]:
         responses,
         messages,
         usage,
-        chunk_metrics,
+        reports,
         idle,
     )
     return tuple(hook for module in modules for hook in module.HOOKS)

@@ -4,7 +4,7 @@ SGLang counts them: up when a request names an adapter, by the number of its sam
 samples that are never sent, because a check refuses their prompt or its client leaves, it counts only one down. Then
 unloading waits for ever, and whoever names the adapter with it. Here nothing is counted: an adapter is in use while the
 state of a request has its id, and every way out of the tokenizer manager removes that state. What the scheduler still
-computes then, `port/scheduler/lora.py` waits for.
+computes then, `port/scheduler/control.py` waits for.
 
 With several tokenizer workers, each has a registry of its own: the others would go on sending the id of an adapter that
 one of them has unloaded, which ends the scheduler.

@@ -1,15 +1,27 @@
-"""Messages about chunks from SGLang's HTTP process to its schedulers, sent like SGLang's own control messages.
+"""Messages from SGLang's HTTP process to its schedulers: ours about chunks, and what SGLang's own do to chunks.
 
-SGLang delivers each to all ranks of a scheduler in the same step; the first rank answers.
+SGLang delivers each to all ranks of a scheduler in the same step; the first rank answers. Routes of storage do what
+they say, or answer why not.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.io_struct import BaseReq, PickleWrapper, hook_custom_types, unwrap_from_pickle, wrap_as_pickle
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.io_struct import (
+    BaseReq,
+    ClearHiCacheReqOutput,
+    PickleWrapper,
+    hook_custom_types,
+    unwrap_from_pickle,
+    wrap_as_pickle,
+)
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_lazy.port.facts import dp_rank
-from sglang_lazy.port.hooks import required, unused
+from sglang_lazy.port.facts import admission_of, dp_rank
+from sglang_lazy.port.hooks import feature, required, unused
+from sglang_lazy.port.repairs.operators import OperationError, pause_empties_queue, postpone, requests_with_rows
+from sglang_lazy.storage.chunk_storage import ChunkStorage
 
 UNUSED_HOOKS = "unused hooks"
 """The verb that asks for the required hooks that have not run, as `unused`."""
@@ -42,7 +54,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     """After `Scheduler.init_request_dispatcher`: handle our messages."""
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
-        admission = getattr(scheduler.tree_cache, "admission", None)
+        admission = admission_of(scheduler)
         rank = dp_rank()
         if admission is None:
             return ChunksReqOutput(answer=None, dp_rank=rank)
@@ -55,12 +67,100 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
 
 
+def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Around `Scheduler.flush_cache`: aborted requests, and those that wait in a paused scheduler, first release their
+    chunks. Afterwards storage hashes the model again, so that the next request need not wait for it; not while its
+    weights have left the memory."""
+    with pause_empties_queue(scheduler):
+        admission = admission_of(scheduler)
+        if admission is not None and scheduler.is_fully_idle():
+            admission.reconcile()
+        flushed = original(scheduler, *args, **kwargs)
+    storage = _storage_of(scheduler)
+    if flushed and storage is not None and GPU_MEMORY_TYPE_WEIGHTS not in scheduler.weight_updater.offload_tags:
+        storage.identify()
+    return flushed
+
+
+def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHiCacheReqOutput:
+    """Around `Scheduler.clear_hicache_storage_wrapped`, which reports success whatever happens.
+
+    Raises OperationError if there is nothing to clear, or it fails.
+    """
+    if not scheduler.enable_hicache_storage:
+        raise OperationError("there is no storage: servers have one with --hicache-storage-backend")
+    if not scheduler.tree_cache.clear_storage_backend():
+        raise OperationError("the storage backend has not deleted everything, or cannot; the log may say why")
+    return ClearHiCacheReqOutput(success=True)
+
+
+def update_weights(result: Any, updater: Any, message: Any) -> Any:
+    """After updates by `SchedulerWeightUpdaterManager`: without a flush, what is cached is not of these weights, and
+    what they compute must not be stored under the name of those before."""
+    storage = _storage_of(updater.scheduler)
+    if result is not None and not message.flush_cache and storage is not None:  # None: it is postponed
+        storage.mix_weights()
+    return result
+
+
+def _storage_of(scheduler: Any) -> ChunkStorage | None:
+    if admission_of(scheduler) is None or scheduler.tree_cache.tiers is None:
+        return None
+    return scheduler.tree_cache.tiers.storage
+
+
+def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
+    """Around `Scheduler.unload_lora_adapter`: once nothing uses the adapter, forget its chunks, since it gets a new id
+    if loaded again, and unload it. Until then, returns None.
+
+    Clients have their answers or have left, but an aborted request ends with the next step, as does a fill that one of
+    them has started.
+    """
+    admission, adapter = admission_of(scheduler), message.lora_id
+    waiting = (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue)
+    if any(req.lora_id == adapter and not req.finished() for req in (*waiting, *requests_with_rows(scheduler))):
+        postpone(scheduler, message)
+        return None
+    if admission is not None:
+        admission.control.forget_adapter(adapter)
+    return unload(scheduler, message)
+
+
+def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
+    """After `Scheduler.get_internal_state`: add the counts of the host tier and storage."""
+    if admission_of(scheduler) is not None and (tiers := scheduler.tree_cache.tiers) is not None:
+        result.internal_state |= tiers.numbers()
+    return result
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
     required(
-        "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+        f"{_SCHEDULER}.init_request_dispatcher",
         init_request_dispatcher,
         "AFTER",
         "scheduler",
         "schedulers answer messages about chunks",
+    ),
+    feature(
+        f"{_SCHEDULER}.flush_cache",
+        flush_cache,
+        "AROUND",
+        "aborted requests release chunks before a flush, and storage knows the model after it",
+    ),
+    feature(f"{_SCHEDULER}.clear_hicache_storage_wrapped", clear_storage, "AROUND", "storage is cleared, or not"),
+    *(
+        feature(f"{_UPDATER}.update_weights_from_{source}", update_weights, "AFTER", "storage keeps weights apart")
+        for source in ("disk", "distributed", "ipc", "tensor")
+    ),
+    feature(
+        f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "AROUND", "an unloaded adapter's chunks are forgotten"
+    ),
+    feature(
+        f"{_SCHEDULER}.get_internal_state",
+        get_internal_state,
+        "AFTER",
+        "/server_info reports the host tier and storage",
     ),
 )

@@ -9,9 +9,10 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from sglang_lazy.port.facts import admission_of
 from sglang_lazy.port.hooks import feature, required
-from sglang_lazy.port.scheduler import chunk_metrics
-from sglang_lazy.port.scheduler.steps import admission_of
+from sglang_lazy.port.repairs.operators import pause_empties_queue
+from sglang_lazy.port.scheduler import reports
 
 COLLECTIONS = 2
 """Freeze after so many collections of the middle generation, each after some thousands of new objects."""
@@ -26,7 +27,7 @@ def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None
 
 def on_idle(original: Callable, scheduler: Any) -> None:
     """Around `Scheduler.on_idle`, which may sleep until a request comes, and logs statistics every 30 seconds."""
-    chunk_metrics.publish(scheduler.metrics_collector)
+    reports.publish(scheduler.metrics_collector)
     collect(scheduler)
     original(scheduler)
     check(scheduler)
@@ -46,8 +47,27 @@ def check(scheduler: Any) -> None:
         admission.check_idle()
 
 
+def is_fully_idle(
+    original: Callable, scheduler: Any, for_health_check: bool = False, *args: Any, **kwargs: Any
+) -> bool:
+    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
+    and a paused scheduler is idle if nothing has a row."""
+    if for_health_check:
+        return original(scheduler, for_health_check, *args, **kwargs)
+    with pause_empties_queue(scheduler):
+        idle = original(scheduler, for_health_check, *args, **kwargs)
+    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
+    required(
+        f"{_SCHEDULER}.is_fully_idle",
+        is_fully_idle,
+        "AROUND",
+        "scheduler",
+        "a scheduler that copies chunks is not idle",
+    ),
     feature(f"{_SCHEDULER}.__init__", set_aside, "AFTER", "garbage collection does not visit what stays"),
     required(f"{_SCHEDULER}.on_idle", on_idle, "AROUND", "scheduler", "an idle scheduler checks its locks"),
 )

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's scheduling policies: by arrival, by priority, or by cached prefix."""
+"""Hooks on what SGLang lets into a batch: by its policy (arrival, priority, or cached prefix), and by adapters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,8 @@ from sglang.srt.managers.schedule_policy import (
     CacheAwarePolicy,
 )
 
-from sglang_lazy.core.state import is_internal, linked, stand_in
+from sglang_lazy.core.state import fill_of, is_internal, linked, stand_in
+from sglang_lazy.port.facts import admission_of
 from sglang_lazy.port.hooks import feature, required
 
 
@@ -18,7 +19,7 @@ def calc_priority(
 ) -> None:
     """Around `SchedulePolicy.calc_priority`, which sorts the queue before a batch is formed: leave only requests that
     can run, with fills before their parents."""
-    admission = getattr(policy.tree_cache, "admission", None)
+    admission = admission_of(policy)
     if admission is None:
         return original(policy, waiting_queue, running_batch, *args, **kwargs)
     by_prefix = isinstance(policy._determine_active_policy(waiting_queue), CacheAwarePolicy)
@@ -43,7 +44,7 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
     """Around `PrefillAdder.preempt_to_schedule`, which makes room for a request where there is no place for it: not
     while internal requests have places, which they give back soon, or a parent would take two. Keep the locks on chunks
     of parents that are shown to the batch, since it evicts more than it frees."""
-    admission = getattr(adder.tree_cache, "admission", None)
+    admission = admission_of(adder)
     if admission is None:
         return original(adder, *args)
     if admission.internal or any(map(is_internal, adder.can_run_list)):
@@ -63,7 +64,7 @@ def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool,
     """
     if has_chunked_req or adder.new_chunked_req is not None:
         return AddReqResult.OTHER
-    admission = getattr(adder.tree_cache, "admission", None)
+    admission = admission_of(adder)
     if admission is not None:
         adder.waiting_queue_len = admission.num_waiting
     if (most := adder.prefill_max_requests) is not None:
@@ -71,6 +72,22 @@ def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool,
     result = original(adder, req, has_chunked_req, *args, **kwargs)
     adder.prefill_max_requests = most
     return result
+
+
+def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters: set[str | None]) -> bool:
+    """Around `Scheduler.can_schedule_lora_req`: if a fill is left out of a batch, leave out its parents, too.
+
+    SGLang continues with the next request, and an adapter that is being loaded may be ready when it reaches the parent.
+    """
+    admission = admission_of(scheduler)
+    if admission is None:
+        return original(scheduler, req, running_adapters)
+    if req.lora_id in admission.left_out_adapters:
+        return False
+    fits = original(scheduler, req, running_adapters)
+    if not fits and fill_of(req) is not None:
+        admission.left_out_adapters.add(req.lora_id)
+    return fits
 
 
 _MODULE = "sglang.srt.managers.schedule_policy"
@@ -100,5 +117,11 @@ HOOKS = (
         preempt_to_schedule,
         "AROUND",
         "nobody is preempted for fills and their parents",
+    ),
+    feature(
+        "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
+        can_schedule,
+        "AROUND",
+        "a prompt waits for the adapter of its fill",
     ),
 )

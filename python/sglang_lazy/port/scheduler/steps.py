@@ -1,11 +1,14 @@
-"""Hooks on the steps of SGLang's scheduler, which call chunk admission."""
+"""Hooks on the steps of SGLang's scheduler, which call chunk admission.
+
+Internal requests, the fills and probes, decode nothing, and end when nobody waits for them.
+"""
 
 import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, retract_all
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -13,26 +16,20 @@ from sglang_lazy.attention.table import table_of
 from sglang_lazy.comb.producer import EncoderProducer
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.fills import Encoding
-from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
-from sglang_lazy.policies import get_policy, policy_elsewhere
+from sglang_lazy.core.state import fill_of, is_ahead, is_internal, lazy_state, linked
+from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.comb.pool import new_encoder
-from sglang_lazy.port.facts import SchedulerFacts, dp_rank
+from sglang_lazy.port.facts import SchedulerFacts, admission_of, dp_rank
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.model_runner import server_traits
-from sglang_lazy.port.repairs.operators import pause_empties_queue
-from sglang_lazy.port.scheduler import chunk_metrics
+from sglang_lazy.port.scheduler import reports
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
+from sglang_lazy.scheduler.preambles import check_default_preamble, neutral_preamble
 from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
-
-
-def admission_of(scheduler: Any) -> ChunkAdmission | None:
-    """The scheduler's admission, or None if it serves without chunk reuse."""
-    return getattr(scheduler.tree_cache, "admission", None)
 
 
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -54,7 +51,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             tiers.transfers.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.control.dp_rank = dp_rank()
         scheduler.tree_cache.admission.warnings.speaks = scheduler.metrics_reporter.is_stats_logging_rank
-        chunk_metrics.attach(scheduler)
+        reports.attach_metrics(scheduler)
 
 
 def new_admission(
@@ -100,26 +97,6 @@ def new_admission(
 def max_fill_tokens(scheduler: Any) -> int:
     """The most chunk tokens computed at once, except for a longer single chunk."""
     return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-
-
-def neutral_preamble(text: str, tokenizer: Any) -> array:
-    """The tokens of `--lazy-preamble` at the beginning of a prompt, int64; none if the server has no tokenizer.
-
-    Raises ValueError if there are too many.
-    """
-    tokens = array("q", tokenizer.encode(text) if tokenizer is not None and text else ())
-    if len(tokens) > MAX_PREAMBLE_LEN:
-        raise ValueError(f"--lazy-preamble has {len(tokens)} tokens, at most {MAX_PREAMBLE_LEN} are allowed")
-    return tokens
-
-
-def check_default_preamble(link: str, preamble: array, context_len: int) -> None:
-    """Raise ValueError if no prompt could be served under the default policy `link` after this preamble."""
-    if get_policy(link).preamble == "neutral" and not 0 < len(preamble) < context_len:
-        raise ValueError(
-            f"--lazy-default-link {link}: --lazy-preamble has {len(preamble)} tokens, and a chunk after it would have "
-            f"to fit into {context_len} positions"
-        )
 
 
 def internal_requests(scheduler: Any) -> NewRequest:
@@ -249,93 +226,71 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table.assign(chunks, ids, orders)
 
 
-def is_fully_idle(
-    original: Callable, scheduler: Any, for_health_check: bool = False, *args: Any, **kwargs: Any
-) -> bool:
-    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
-    and a paused scheduler is idle if nothing has a row."""
-    if for_health_check:
-        return original(scheduler, for_health_check, *args, **kwargs)
-    with pause_empties_queue(scheduler):
-        idle = original(scheduler, for_health_check, *args, **kwargs)
-    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
+def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
+    """Around `Scheduler.get_next_batch_to_run`: remove internal requests from the last batch before it is merged into
+    the running one, and abort the one in chunked prefill if nobody waits for it any more. No other can be aborted: its
+    last piece is under way."""
+    was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
+    if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
+        last_batch.filter_batch(reqs_to_exclude=internal)
+        running_batch.batch_is_full = False
+    if (admission := admission_of(scheduler)) is not None:
+        if admission.is_abandoned(scheduler.chunked_req):
+            scheduler._pending_chunked_abort_req = scheduler.chunked_req
+            scheduler.process_pending_chunked_abort()
+        admission.make_room_to_go_on(running_batch.reqs)
+    return original(scheduler, running_batch, last_batch)
 
 
-def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Around `Scheduler.flush_cache`: aborted requests, and those that wait in a paused scheduler, first release their
-    chunks."""
-    with pause_empties_queue(scheduler):
-        admission = admission_of(scheduler)
-        if admission is not None and scheduler.is_fully_idle():
-            admission.reconcile()
-        return original(scheduler, *args, **kwargs)
+def send_abort_output(send: Callable, scheduler: Any, message: Any, req: Any) -> None:
+    """Around `Scheduler.send_abort_output`: no client is to be told of an internal request."""
+    if not is_internal(req):
+        send(scheduler, message, req)
 
 
-def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """Before `_GenerationStreamAccumulator.__init__`, once a step: add chunks to the details that it asks for.
-
-    A hook on the method that it asks would cost plain traffic most of all: it is called for every token.
-    """
-
-    def details(req: Req) -> dict | None:
-        state = linked(req)
-        if state is None and not unused_hits(req):
-            return get_cached_tokens_details(req)
-        if state is None:
-            return {
-                **(get_cached_tokens_details(req) or {"device": 0, "host": 0}),
-                "chunk": 0,
-                **hits_by_chunk(req, None),
-            }
-        reported = cached_tokens_details(req, state)
-        if "storage" in reported:  # as SGLang reports it
-            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name
-        return reported
-
-    return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
+def update_running_batch(update: Callable, scheduler: Any, batch: Any) -> Any:
+    """Around `Scheduler.update_running_batch`, which aborts the last request that it could not retract, if there is no
+    slot for its next token: pins end first, and a prompt in chunked prefill, which is not in the batch, starts anew."""
+    admission = admission_of(scheduler)
+    if admission is not None and admission.may_lack_slots(len(batch.reqs)):
+        left = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+        while len(left) == 1 and not batch.check_decode_mem(left):
+            if not admission.give_up_pins() and not _retract_chunked(scheduler):
+                break
+    return update(scheduler, batch)
 
 
-def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
-    """A linked request's reused tokens by source, as results report them."""
-    host, storage = state.num_loaded_tokens(fetched=False), state.num_loaded_tokens(fetched=True)
-    return {
-        "device": req.cached_tokens - host - storage,
-        "host": host,
-        **({"storage": storage} if storage else {}),
-        "chunk": state.num_reused_tokens,
-        **hits_by_chunk(req, state),
-        **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.cross else {}),
-    }
+def _retract_chunked(scheduler: Any) -> bool:
+    """Put the request in chunked prefill back into the queue; returns False if there is none."""
+    req, scheduler.chunked_req = scheduler.chunked_req, None
+    if req is None:
+        return False
+    retract_all(
+        reqs=[req],
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+    )
+    scheduler._add_request_to_queue(req, is_retracted=True)
+    return True
 
 
-def hits_by_chunk(req: Any, state: LinkedRequest | None) -> dict[str, str]:
-    """Which chunks of a prompt were cached, a bit mask; once it has been answered, also those that it reuses in part.
-
-    Strings: with many chunks the mask exceeds the integers of a message.
-    """
-    mask, unused = state.hit_mask if state is not None else 0, unused_hits(req)
-    hits = {"chunk_hits": f"{mask | unused:x}"}
-    if req.finished():
-        none = [(i, 0) for i in range(unused.bit_length()) if unused >> i & 1]
-        hits["chunk_parts"] = ",".join(f"{i}:{n}" for i, n in (state.partly_reused if state is not None else []) + none)
-    return hits
-
-
-def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
-    """After `Scheduler.get_internal_state`: add the counts of the host tier and storage."""
-    if admission_of(scheduler) is not None and (tiers := scheduler.tree_cache.tiers) is not None:
-        result.internal_state |= tiers.numbers()
-    return result
+def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
+    """Around `Scheduler._abort_on_queued_limit`: a request that was retracted had its place in the queue before, and
+    those that compute chunks ahead of use take none."""
+    if scheduler.max_queued_requests is None or req.retracted_stain:
+        return False
+    queue = scheduler.waiting_queue
+    scheduler.waiting_queue = [other for other in queue if not is_ahead(other)]
+    refused = refuse(scheduler, req)
+    left = set(scheduler.waiting_queue)  # SGLang may drop somebody else
+    scheduler.waiting_queue = [other for other in queue if is_ahead(other) or other in left]
+    return refused
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
-    feature(
-        f"{_SCHEDULER}.get_internal_state",
-        get_internal_state,
-        "AFTER",
-        "/server_info reports the host tier and storage",
-    ),
     required(f"{_SCHEDULER}.__init__", attach_admission, "AFTER", "scheduler", "chunks are admitted to the schedule"),
     required(
         f"{_SCHEDULER}._add_request_to_queue",
@@ -353,14 +308,6 @@ HOOKS = (
         "batches take only prompts whose chunks are there",
     ),
     required(
-        f"{_SCHEDULER}.is_fully_idle",
-        is_fully_idle,
-        "AROUND",
-        "scheduler",
-        "a scheduler that copies chunks is not idle",
-    ),
-    feature(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND", "aborted requests release their chunks before a flush"),
-    required(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         prepare_for_extend,
         "AFTER",
@@ -368,10 +315,30 @@ HOOKS = (
         "chunks and segments are entered when rows are assigned",
     ),
     required(
-        "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.__init__",
-        report_reuse,
-        "BEFORE",
+        f"{_SCHEDULER}.get_next_batch_to_run",
+        get_next_batch_to_run,
+        "AROUND",
         "scheduler",
-        "answers report reused chunks",
+        "fills and probes end after their prefill",
+    ),
+    feature(
+        f"{_SCHEDULER}.send_abort_output",
+        send_abort_output,
+        "AROUND",
+        "no client hears of the end of an internal request",
+    ),
+    required(
+        f"{_SCHEDULER}.update_running_batch",
+        update_running_batch,
+        "AROUND",
+        "scheduler",
+        "pins end before a running request is aborted for memory",
+    ),
+    required(
+        f"{_SCHEDULER}._abort_on_queued_limit",
+        abort_on_queued_limit,
+        "AROUND",
+        "scheduler",
+        "chunks computed ahead of use take no places in the queue",
     ),
 )

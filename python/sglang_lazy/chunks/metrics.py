@@ -12,7 +12,6 @@ from typing import Any
 
 from sglang_lazy.chunks.counts import Census
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.port.hooks import feature
 
 COUNTERS = {
     "chunk_references": ("num_references", "chunks in prompts that began to run"),
@@ -42,8 +41,6 @@ STATE_BYTES = "memory for states of recurrent layers: read by requests (locked),
 TIME_SHARE = 1000
 """Publishing takes at most 1/TIME_SHARE of the scheduler's time. Its cost is counted in CPU time: if other processes
 interrupted it for a moment, wall time would delay the next publication by a thousand such moments."""
-
-_ATTR = "_sglang_lazy_chunk_metrics"
 
 
 @dataclasses.dataclass
@@ -131,31 +128,3 @@ class ChunkMetrics:
             for set_gauge, number in zip(self._gauges, [number for share in shares for number in share], strict=True):
                 set_gauge(number)
         self._due = self._clock() + TIME_SHARE * (self._cpu_clock() - start)
-
-
-def attach(scheduler: Any) -> None:
-    """Publish the chunk metrics of a scheduler whose cache has chunks, if its metrics are enabled."""
-    if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
-        collector = scheduler.metrics_collector
-        setattr(collector, _ATTR, ChunkMetrics(scheduler.tree_cache.store, collector.labels))
-
-
-def publish(collector: Any) -> None:
-    metrics = getattr(collector, _ATTR, None)
-    if metrics is not None:
-        metrics.publish()
-
-
-def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
-    """After `SchedulerMetricsCollector.log_stats`."""
-    publish(collector)
-
-
-HOOKS = (
-    feature(
-        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
-        log_stats,
-        "AFTER",
-        "metrics of chunks",
-    ),
-)
