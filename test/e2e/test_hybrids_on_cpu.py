@@ -1,6 +1,7 @@
 """SGLang itself, without the plugin, serves models with recurrent layers on a CPU, with PyTorch for their kernels: the
 ground on which chunks of such models can be tested."""
 
+import contextlib
 import os
 
 import pytest
@@ -14,14 +15,13 @@ from oracle.models.hybrids import HYBRIDS
 from oracle.scenarios import Dice
 from sglang_lazy.testing import CPU_OPTIONS, running_server
 
-pytestmark = pytest.mark.slow  # starts servers
-
 TOLERANCE = 3e-5  # of a log-probability: both compute in fp32, and in another order
 NUM_TOKENS = 8
+ALL = os.environ.get("LAZY_ALL_MODELS")
 NAMES = [
     name
     for name, spec in HYBRIDS.items()
-    if not spec.cpu_options and (spec.core or os.environ.get("LAZY_ALL_MODELS"))  # others lack an image processor
+    if not spec.cpu_options and (spec.core or ALL)  # others lack an image processor
 ]
 FLAGS = [
     "--max-total-tokens",
@@ -34,26 +34,43 @@ FLAGS = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces kernels that a GPU has")
+pytestmark = [
+    pytest.mark.slow,  # starts servers
+    pytest.mark.skipif(torch.cuda.is_available(), reason="replaces kernels that a GPU has"),
+]
+
+
+@pytest.fixture
+def serving(stock_path, with_plugin, tmp_path):
+    """`with serving(path, module)`: the URL of a server, SGLang's own by default."""
+
+    @contextlib.contextmanager
+    def serving(path, module="sglang.launch_server"):
+        flags = ["--model-path", path, "--skip-tokenizer-init", "--skip-server-warmup", *FLAGS]
+        for option, value in {**CPU_OPTIONS, **hybrids_on_cpu.OPTIONS}.items():
+            flags += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
+        with with_plugin(hybrids_on_cpu.load):
+            environment = dict(hybrids_on_cpu.ENVIRONMENT)
+            if module == "sglang.launch_server":
+                environment["PYTHONPATH"] = os.pathsep.join([stock_path, os.environ["PYTHONPATH"]])
+                environment["SGLANG_PLUGINS"] = "hybrids_on_cpu"
+            with running_server(
+                flags, tmp_path / f"{module}.log", module=module, environment=environment, timeout=120
+            ) as url:
+                yield url
+
+    return serving
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_stock_answers_are_those_of_transformers(name, model_dir, stock_path, with_plugin, tmp_path):
+def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
     """Prompts in one batch and a second turn, whose tokens are cached."""
     path, dice = build_model(HYBRIDS[name], model_dir), Dice(name)
     prompts = [list(dice.ids(length)) for length in (100, 133, 40)]
-    flags = ["--model-path", path, "--skip-tokenizer-init", "--skip-server-warmup", *FLAGS]
-    for option, value in {**CPU_OPTIONS, **hybrids_on_cpu.OPTIONS}.items():
-        flags += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
-    with with_plugin(hybrids_on_cpu.load):
-        environment = {
-            **hybrids_on_cpu.ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([stock_path, os.environ["PYTHONPATH"]]),
-            "SGLANG_PLUGINS": "hybrids_on_cpu",
-        }
-        how = dict(module="sglang.launch_server", environment=environment, timeout=120)
-        with running_server(flags, tmp_path / "server.log", **how) as url:
-            answers = ask(url, prompts)
-            prompts.append([*prompts[1], *answers[1]["output_ids"], *dice.ids(3)])
-            answers += ask(url, prompts[-1:])
+    with serving(path) as url:
+        answers = ask(url, prompts)
+        prompts.append([*prompts[1], *answers[1]["output_ids"], *dice.ids(3)])
+        answers += ask(url, prompts[-1:])
     assert answers[-1]["meta_info"]["cached_tokens"] >= 133
     model = load_hybrid(path)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -62,6 +79,18 @@ def test_stock_answers_are_those_of_transformers(name, model_dir, stock_path, wi
         reported = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         assert expected.argmax(-1).tolist() == tokens
         assert (expected.amax(-1) - reported).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES if ALL else ["qwen3.5"])
+def test_answers_without_chunks_are_stocks_to_the_bit(name, model_dir, serving):
+    path, dice, reported = build_model(HYBRIDS[name], model_dir), Dice(name), []
+    first, second = list(dice.ids(133)), list(dice.ids(40))
+    for module in ("sglang.launch_server", "sglang_lazy.launch_server"):
+        with serving(path, module) as url:
+            (answer,) = ask(url, [first])
+            answers = [answer, *ask(url, [second]), *ask(url, [[*first, *answer["output_ids"], 7]])]
+        reported.append([each["meta_info"]["output_token_logprobs"] for each in answers])
+    assert reported[0] == reported[1]
 
 
 def ask(url: str, prompts: list[list[int]]) -> list[dict]:
