@@ -71,7 +71,7 @@ def install() -> None:
 def declared() -> tuple[Hook, ...]:
     """All hooks, in the order in which they are applied: of two with one target, the later wraps the earlier."""
     from sglang_lazy.port import cpu, graphs
-    from sglang_lazy.port.comb import lora as comb_lora
+    from sglang_lazy.port.comb import limits as comb_limits
     from sglang_lazy.port.comb import pool as comb_pool
     from sglang_lazy.port.model import drafts, model_runner, probing, recurrent
     from sglang_lazy.port.repairs import (
@@ -113,7 +113,7 @@ def declared() -> tuple[Hook, ...]:
         steps,
         schedule_policy,
         comb_pool,
-        comb_lora,
+        comb_limits,
         model_runner,
         recurrent,
         graphs,

@@ -1,4 +1,7 @@
-"""The KV pool of encoded chunks, its size, and the encoder's passes."""
+"""The KV pool of encoded chunks, its size, the encoder's passes that fill it, and the attention that reads it.
+
+As with the link path, an attention backend keeps its name and gets a subclass of its class.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -8,18 +11,22 @@ import numpy as np
 import torch
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_lazy.attention.table import table_of
+from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.comb.config import ARCHITECTURE
+from sglang_lazy.comb.cross import CrossReader
 from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.facts import tp_size
+from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.scheduler.producer import shares
 
@@ -103,6 +110,46 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
                 pool.kv.set_kv_buffer(None, location, keys, values, layer_id_override=layer_id)
 
     return encode
+
+
+class CrossAttention(AttentionBackend):
+    """Mixed into a stock backend's class by `with_cross_attention`: it also prepares cross-attention for each batch.
+
+    cross_reader: the model's, which SGLang's backends for prefill and decode may share.
+    """
+
+    cross_reader: CrossReader
+    cross_max_context: int
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self.cross_reader.describe(self.cross_reader.table.current, forward_batch.req_pool_indices)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.cross_reader.allocate_for_graphs(max_bs, self.cross_max_context)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        current = batch_of_graph(self.cross_reader.table, in_capture)
+        self.cross_reader.describe_for_graph(current, forward_batch.req_pool_indices)
+
+
+def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:
+    """Mix `CrossAttention` into `backend`, which is returned."""
+    stock, decoder = type(backend), runner.model.decoder
+    if decoder.reader is None:
+        pool = runner.req_to_token_pool.chunk_pool.kv
+
+        def get_kv_buffer(layer: int) -> Any:
+            if table.loads is not None:
+                table.loads.wait(layer)
+            return pool.get_kv_buffer(layer)
+
+        decoder.reader = CrossReader(table, runner.dtype, get_kv_buffer)
+    backend.__class__ = type(f"Cross{stock.__name__}", (CrossAttention, stock), {})
+    backend.cross_reader, backend.cross_max_context = decoder.reader, runner.req_to_token_pool.req_to_token.shape[1]
+    return backend
 
 
 def leave_room(original: Callable, configurator: Any, token_capacity: int) -> int:

@@ -18,7 +18,7 @@ from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.model import AttentionLayer
-from sglang_lazy.port.comb.compat import unfit_flags_of_comb
+from sglang_lazy.port.comb.limits import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import attention_layers, attention_modules

@@ -21,8 +21,7 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
-from sglang_lazy.port.comb.backend import with_cross_attention
-from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers
+from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers, with_cross_attention
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import with_link_path
