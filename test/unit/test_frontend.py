@@ -9,7 +9,7 @@ from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 from test_serving_tokenization import byte_level
 
 from fakes.server import FakeServer, new_frontend
-from sglang_lazy.port.overlay import Overlay
+from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.port.serving.frontend import frontend_of
 
 

@@ -21,9 +21,8 @@ from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.comb.limits import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
-from sglang_lazy.port.model.layers import attention_layers, attention_modules
+from sglang_lazy.port.model.layers import INV_FREQ, attention_layers, attention_modules
 from sglang_lazy.port.model.recurrent import Recurrence
-from sglang_lazy.port.model.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 

@@ -12,8 +12,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer, LayerRope
-from sglang_lazy.port.model.layers import add_layer, attention_modules, given_rotations
-from sglang_lazy.port.model.rope import on_axes
+from sglang_lazy.port.model.layers import add_layer, attention_modules, given_rotations, on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
 """Positions at which a layer is compared with itself at position 0; the last means the end of the context."""

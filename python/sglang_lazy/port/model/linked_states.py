@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.core.device import ints_to_device
-from sglang_lazy.port.overlay import Overlay
+from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.recurrent.delta_rule import DeltaRule
 from sglang_lazy.recurrent.mamba2 import Mamba2, blocks, log_decays
 from sglang_lazy.recurrent.passes import LayerStates

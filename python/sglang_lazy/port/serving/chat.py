@@ -8,8 +8,8 @@ from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_va
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.labels import Label
+from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.port.hooks import feature
-from sglang_lazy.port.overlay import Overlay
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders

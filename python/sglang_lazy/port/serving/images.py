@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_lazy.port.overlay import Overlay
+from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.requests import plan_of
 from sglang_lazy.serving.images import expand, image_ranges

@@ -1,4 +1,4 @@
-"""Stand-ins for SGLang's objects."""
+"""An object with some of its attributes replaced."""
 
 from typing import Any
 
