@@ -136,9 +136,11 @@ def draft_of(shape: dict) -> dict:
 
 
 def build_model(directory: Path, shape: dict) -> Path:
-    """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights, and a draft for it."""
-    (directory / DRAFT_FOLDER).mkdir()
-    (directory / DRAFT_FOLDER / "config.json").write_text(json.dumps(draft_of(shape), indent=2))
+    """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights, and a draft if it is
+    dense."""
+    if shape in DENSE.values():
+        (directory / DRAFT_FOLDER).mkdir()
+        (directory / DRAFT_FOLDER / "config.json").write_text(json.dumps(draft_of(shape), indent=2))
     (directory / "config.json").write_text(json.dumps(shape, indent=2))
     (directory / "lazy_tokens.json").write_text(json.dumps(TRAINED_TOKENS))
     train_tokenizer(all_texts(load_sample())).save_pretrained(directory)
@@ -166,7 +168,7 @@ def model_flags(model: str, path: str) -> list[str]:
 
 def draft_flags(model: str, path: str) -> list[str]:
     """The flag that names the draft for `model`, which is at `path`; servers that do not speculate ignore it."""
-    return ["--speculative-draft-model-path", str(Path(path, DRAFT_FOLDER))] if model in SHAPES else []
+    return ["--speculative-draft-model-path", str(Path(path, DRAFT_FOLDER))] if model in DENSE else []
 
 
 def served_kv_bytes(path: str) -> int:
