@@ -156,11 +156,12 @@ def test_nothing_hangs_or_is_lost(seed):
     num_states = dice.randint(2, 4)
     loop = Loop(dice.choice([40, 60]), num_states=num_states, chunked_prefill_size=dice.choice([3, 7, 64]), num_rows=6)
     for i in range(40):
-        parts = []
-        for _ in range(dice.randint(1, num_states)):
+        parts, link = [], dice.choice(["block", "block", "base", "base:preamble=lead"])
+        for _ in range(dice.randint(1, num_states if link == "block" else num_states // 2)):  # preambles take as many
             parts += [(TEXT, (14,))] if dice.random() < 0.4 else []
             parts.append(dice.choice([A, B, C, D, (CHUNK, A[1][:2]), (CHUNK, (*A[1], 9))]))
-        loop.submit([*parts, (TEXT, (dice.randint(1, 15),))], f"p{i}", max_new_tokens=dice.randint(1, 4))
+        parts.append((TEXT, (dice.randint(1, 15),)))
+        loop.submit(parts, f"p{i}", max_new_tokens=dice.randint(1, 4), link=link)
         loop.disturb(dice)
         assert states(loop).num_locked <= num_states
     loop.run(2000)

@@ -66,8 +66,9 @@ def publish(rows: RowCache, req: Request, fill: Fill, slots: torch.Tensor) -> di
         lent.append(shared)
         ends.append(node)
     if (states := rows.store.states) is not None:
-        pairs = zip(ends, fill.states, strict=True)
-        fill.own_states = [slot for node, slot in pairs if not states.give(node, slot)]
+        # Nobody else begins in the state of a preamble, since all fills compute theirs.
+        computed = zip(fill.parts, ends, fill.states, strict=True)
+        fill.own_states = [slot for part, node, slot in computed if part.chunk is None or not states.give(node, slot)]
     nodes = RowNodes(ChunkNodes([], []), ends, fill.row.num_computed)
     rows.move_lock(req, nodes)
     num_tokens = len(requests.prompt(req))
