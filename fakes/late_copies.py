@@ -38,5 +38,6 @@ class LateCopier:
         current_stream().do(lambda: self._copies.back_up(plan[0]))
 
 
-def late_transfers(memory: HostMemory) -> Transfers:
-    return Transfers(memory, LateCopier(CpuCopier(memory), memory), streams)
+def late_transfers(memory: HostMemory, states: HostMemory | None = None) -> Transfers:
+    state_copies = None if states is None else LateCopier(CpuCopier(states), states)
+    return Transfers(memory, LateCopier(CpuCopier(memory), memory), streams, states, state_copies)

@@ -153,9 +153,9 @@ class Pools:
             tp_group=None,
         )
 
-    def new_transfers(self, memory: HostMemory) -> Transfers:
+    def new_transfers(self, memory: HostMemory, states: HostMemory | None = None) -> Transfers:
         """Copies between device and host."""
-        return late_transfers(memory)
+        return late_transfers(memory, states)
 
     def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
         """Attach storage behind the host tier.  model, adapters: the digests of their weights, of adapters by id."""

@@ -11,12 +11,13 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from fakes import invariants, streams, windows
 from fakes.attention import attend
+from fakes.late_copies import LateCopier
 from fakes.pools import Pools
 from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
 from fakes.slots import HybridSlots, Slots
 from fakes.tiers import HostSlots, RecordingCopier, RecordingObjects
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.host_memory import CpuCopier, HostMemory
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.core.keys import Namespace
@@ -48,9 +49,10 @@ class RecordingPools(Pools):
 
     objects_class = RecordingObjects
 
-    def new_transfers(self, memory: HostMemory) -> Transfers:
+    def new_transfers(self, memory: HostMemory, states: HostMemory | None = None) -> Transfers:
         memory.slots = HostSlots(memory.slots.size)
-        return Transfers(memory, RecordingCopier(memory, self.chunk_slots), streams)
+        state_copies = None if states is None else LateCopier(CpuCopier(states), states)
+        return Transfers(memory, RecordingCopier(memory, self.chunk_slots), streams, states, state_copies)
 
     def new_slots(self, size: int, window_size: int, device: str, kv: Any) -> Slots | HybridSlots:
         if window_size:

@@ -94,7 +94,7 @@ class HostPools(Pools):
         with mock.patch.object(tiers, "HostMemory", functools.partial(SlotsAlone, host_size)):
             super().__init__(*args, host_size=host_size, **options)
 
-    def new_transfers(self, memory: HostMemory) -> Transfers:
+    def new_transfers(self, memory: HostMemory, states: HostMemory | None = None) -> Transfers:
         return Transfers(memory, memory)
 
 

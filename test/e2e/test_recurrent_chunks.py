@@ -147,6 +147,32 @@ def test_scenarios(served):
     served.play(list(SCENARIOS))
 
 
+@pytest.fixture(scope="module", params=["qwen3.5", "falcon-h1"])
+def with_host(request, model_dir, with_plugin):
+    if request.param not in NAMES:
+        pytest.skip("not among the models that are tested")
+    tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "max_total_tokens": 400}
+    with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
+        for name, value in hybrids_on_cpu.ENVIRONMENT.items():
+            environment.setenv(name, value)
+        served = Served(request.param, model_dir, **tiers)
+    yield served
+    served.engine.shutdown()
+
+
+def test_states_come_back_from_the_host(with_host):
+    """Chunks that others have pushed out of the device, in another order: nothing of them is computed again."""
+    dice = Dice("host")
+    a, b, *others = dice.chunks(10, 55, 65)
+    start, between, question = dice.text(9), dice.text(5), dice.text(12)
+    with_host.answer([start, a, between, b, question])
+    for first, second in zip(others[::2], others[1::2], strict=True):
+        with_host.answer([first, second, question])
+    (output,) = with_host.answer([start, b, between, a, question])
+    assert hits(output) == [True, True]
+    assert output["meta_info"]["cached_tokens_details"]["host"] == len(a.ids) + len(b.ids)
+
+
 @pytest.mark.parametrize("link", ["base", "base:preamble=lead"])
 def test_chunks_after_a_preamble(served, link):
     """Which no prompt contains, or that begins it; of prompts that are computed in parts it is a part of its own."""

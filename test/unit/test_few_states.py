@@ -7,6 +7,7 @@ from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
+from sglang_lazy.chunks.store import ChunkState
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -140,6 +141,58 @@ def test_a_batch_takes_only_so_many_pieces():
     loop.run()
     assert loop.log == [["\0fill-0"], ["\0fill-1"], ["p1"], ["p2"], ["p3", "p4"], ["p5", "p6"]]
     assert all(len(req.output_ids) == 1 for req in plain)
+
+
+def test_the_host_keeps_states():
+    """Beside the KV, as many for it as the device has; they come back with it, and no chunk without its own."""
+    loop = Loop(24, num_states=3, host_size=16)
+    assert loop.tree_cache.tiers.host.states.memory.slots.size == 2
+    loop.warm(A, B, C)
+    held = states(loop)
+    held.pool.free(held.allocate(3))
+    again = loop.submit([C, B, QUESTION], "p0", max_new_tokens=1)
+    assert loop.states(again) == [ChunkState.HOST] * 2
+    loop.run()
+    assert loop.log == [["p0"]], "nothing is computed"
+    assert loop.states(loop.submit([A, QUESTION], "p1", max_new_tokens=1)) == [ChunkState.MISSING]
+    loop.run()
+    assert lost(loop) == 0 and held.num_locked == 0
+
+
+def test_a_chunk_that_begins_another_gets_its_state_on_the_host_later():
+    """Its KV is there already."""
+    loop = Loop(num_states=4, host_size=100)
+    loop.warm((CHUNK, (*A[1], 9)), A)
+    held = states(loop)
+    held.pool.free(held.allocate(4))
+    both = loop.submit([A, (CHUNK, (*A[1], 9)), QUESTION], "p0", max_new_tokens=1)
+    assert loop.states(both) == [ChunkState.HOST] * 2
+    loop.run()
+    assert loop.log == [["p0"]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_hangs_or_is_lost_with_a_host(seed):
+    dice = random.Random(seed)
+    num_states = dice.randint(2, 4)
+    loop = Loop(dice.choice([40, 60]), num_states=num_states, host_size=dice.choice([20, 40, 80]), num_rows=6)
+    for i in range(40):
+        parts = [
+            dice.choice([A, B, C, D, (CHUNK, A[1][:2]), (CHUNK, (*A[1], 9))])
+            for _ in range(dice.randint(1, num_states))
+        ]
+        loop.submit([*parts, (TEXT, (dice.randint(1, 15),))], f"p{i}", max_new_tokens=dice.randint(1, 4))
+        loop.disturb(dice)
+    loop.run(2000)
+    assert lost(loop) == 0 and states(loop).num_locked == 0
+    host = loop.tree_cache.tiers.host
+    nodes, with_states = [loop.store.tree.root], 0
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        with_states += node.host is not None and node.host.state is not None
+    slots = host.states.memory.slots
+    assert slots.size - slots.num_free == with_states > 0
 
 
 def test_chunks_computed_ahead_leave_no_answer():

@@ -39,8 +39,8 @@ def test_chunks_are_copied_together_and_come_back_in_one_go():
     tree = Tree(40, 80)
     copied, loaded = [], []
     back_up, load = tree.transfers.back_up, tree.transfers.load
-    tree.transfers.back_up = lambda pieces: copied.append(sum(len(each.host) for each in pieces)) or back_up(pieces)
-    tree.transfers.load = lambda pieces: loaded.append(sum(len(each.host) for each in pieces)) or load(pieces)
+    tree.transfers.back_up = lambda pieces, _: copied.append(sum(len(each.host) for each in pieces)) or back_up(pieces)
+    tree.transfers.load = lambda pieces, _: loaded.append(sum(len(each.host) for each in pieces)) or load(pieces)
     nodes = warm(tree, A, B, C)
     assert copied == [12] and host_used(tree) == 12
     demote(tree)
@@ -262,7 +262,7 @@ def test_a_load_takes_the_slots_of_what_it_evicts():
     b, c, d = warm(tree, B, C, D)
     assert a.slots is None and tree.allocator.available_size() == 0
     loaded, load = [], tree.transfers.load
-    tree.transfers.load = lambda pieces: loaded.append(pieces) or load(pieces)
+    tree.transfers.load = lambda pieces, _: loaded.append(pieces) or load(pieces)
     tree.end_of(array("q", B[:1]), CHUNKS)
     left = [*tree.slots_to(b)][::-1]  # the end leaves before its beginning
     assert tree.host.load([a])

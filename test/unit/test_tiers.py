@@ -91,7 +91,7 @@ def test_chunks_of_one_fill_are_copied_together():
     scheduler, lens = Loop(40, host_size=80), []
     transfers = scheduler.tree_cache.tiers.transfers
     back_up = transfers.back_up
-    transfers.back_up = lambda pieces: lens.append(sum(len(piece.host) for piece in pieces)) or back_up(pieces)
+    transfers.back_up = lambda pieces, _: lens.append(sum(len(piece.host) for piece in pieces)) or back_up(pieces)
     scheduler.submit([A, B, C, QUESTION], "r", max_new_tokens=1)
     scheduler.run()
     assert lens == [12]

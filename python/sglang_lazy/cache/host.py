@@ -3,9 +3,10 @@
 Nodes only on the host are below those on the device; none has a copy whose parent has none.
 """
 
+import contextlib
 import itertools
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from sglang_lazy.cache.device import Device
 from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.host_copy import HostCopy, HostWatcher, Transfer
 from sglang_lazy.cache.host_memory import HostMemory, Piece
+from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import Node, Order
 from sglang_lazy.cache.numbers import KnownSlots, joined
 from sglang_lazy.cache.parts import Part
@@ -28,6 +30,7 @@ class HostKV(Part):
     order: of eviction, one of `ORDERS`.
     min_hits: how often a node must have been used to be copied: 0 for write_through, 2 for write_through_selective.
     agree: returns the smallest of each of these numbers among all tensor-parallel ranks, which make the same calls.
+    states: of recurrent layers, if there are any.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class HostKV(Part):
         min_hits: int = 0,
         agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
         watcher: HostWatcher | None = None,
+        states: HostStates | None = None,
     ):
         self.memory = memory
         self._tree, self._device, self._transfers, self._order = tree, device, transfers, order
+        self.states = states
         self._min_hits, self._agree, self._watcher = min_hits, agree, watcher or HostWatcher()
         self._start_anew()
 
@@ -59,6 +64,8 @@ class HostKV(Part):
         for transfer in itertools.chain(*self._under_way):
             transfer.ticket.finish()
         self.memory.slots.clear()
+        if self.states is not None:
+            self.states.memory.slots.clear()
         self._start_anew()
 
     # To the host
@@ -69,7 +76,7 @@ class HostKV(Part):
 
         Text is not copied: a linked request finds it only on the device.
         """
-        copied: dict[Node, HostCopy] = {}
+        nodes, copied = list(nodes), dict[Node, HostCopy]()
         for node in itertools.chain(filter(self._copies.wanted, nodes), self._copies.to_copy()):
             path = []
             while not node.is_root and node.host is None:
@@ -79,15 +86,40 @@ class HostKV(Part):
                 if not self._worth_a_copy(node) or (slots := self._room_below(node.parent, len(node))) is None:
                     break
                 node.host = copied[node] = HostCopy(slots)
-        if not copied:
+        with_states = [node for node in dict.fromkeys([*copied, *nodes]) if self._take_state(node, node in copied)]
+        made = list(dict.fromkeys([*copied, *with_states]))
+        if not made:
             return
-        made = list(copied)
-        ticket = self._transfers.back_up([Piece(copy.slots, n.slots, self._known.of(n)) for n, copy in copied.items()])
-        transfer = self._begin(made, self._ends(made), ticket, loads=False)
+        pieces = [Piece(copy.slots, n.slots, self._known.of(n)) for n, copy in copied.items()]
+        ticket = self._transfers.back_up(pieces, self._state_pieces(with_states))
+        transfer = self._begin(made, self._ends(made, with_states), ticket, loads=False)
         for node in made:
             node.host.transfer = transfer
+        for node in copied:
             self._copies.copied(node)
             self._watcher.stored(node)
+
+    def _take_state(self, node: Node, is_new: bool) -> bool:
+        """Give the copy of `node` a slot for the state at its end, if the device has one and there is room.
+
+        is_new: whether the copy is about to be made. Another one can be dropped when it is complete again.
+        """
+        if self.states is None or not self.states.lacks(node) or node.host.transfer is not None:
+            return False
+        self._copies.gone(node)
+        node.host.state = self.states.alloc(self._drop_one)
+        if node.host.state is None and not is_new:
+            self._copies.came(node)
+        return node.host.state is not None
+
+    def _drop_one(self) -> bool:
+        """Drop the next copy; returns whether there was one."""
+        num_free = self.memory.slots.num_free
+        self.evict(1)
+        return self.memory.slots.num_free > num_free
+
+    def _state_pieces(self, nodes: Sequence[Node]) -> list[Piece]:
+        return [] if self.states is None else self.states.pieces(nodes)
 
     def _worth_a_copy(self, node: Node) -> bool:
         return of_chunks(node.namespace) and node.hits >= self._min_hits
@@ -101,9 +133,10 @@ class HostKV(Part):
         parent.host.readers -= 1
         return slots
 
-    def _ends(self, nodes: Sequence[Node]) -> list[Node]:
-        """Those of `nodes` below which there are no others of them."""
-        parents = {node.parent for node in nodes}
+    def _ends(self, nodes: Sequence[Node], with_states: Sequence[Node]) -> list[Node]:
+        """Those of `nodes` below which there are no others of them; and those with states, which locks below them do
+        not keep."""
+        parents = {node.parent for node in nodes}.difference(with_states)
         return [node for node in nodes if node not in parents]
 
     def _begin(self, nodes: list[Node], ends: list[Node], ticket: Ticket, loads: bool) -> Transfer:
@@ -125,16 +158,21 @@ class HostKV(Part):
         to_load = self._only_on_host(nodes)
         if not to_load:
             return True
+        with_states = [] if self.states is None else self.states.copied(to_load)
+        if (state_slots := self._state_room(to_load, len(with_states))) is None:
+            return False
         if (pieces := self._room_for(to_load)) is None:
             return False
-        ticket = self._transfers.load(pieces)
         slots = torch.cat([piece.device for piece in pieces])
         for node, own in zip(to_load, slots.split([len(node) for node in to_load]), strict=True):
             node.slots = own.clone()  # a part would keep all of `slots`
             self._leaves.discard(node)
         self._known.came(to_load, slots)
         self._tree.came(to_load)
-        transfer = self._begin(to_load, self._ends(to_load), ticket, loads=True)
+        if self.states is not None:
+            self.states.come(with_states, state_slots)
+        ticket = self._transfers.load(pieces, self._state_pieces(with_states))
+        transfer = self._begin(to_load, self._ends(to_load, with_states), ticket, loads=True)
         for node in to_load:
             node.host.transfer = transfer
             self._watcher.loaded(node)
@@ -150,6 +188,26 @@ class HostKV(Part):
                 node = node.parent
             found.update(dict.fromkeys(reversed(path)))
         return list(found)
+
+    def _state_room(self, to_load: Sequence[Node], count: int) -> list[int] | None:
+        """So many slots of the device for states; None, and nothing evicted, unless there is room for the KV as well.
+        What stands before `to_load` keeps its slots."""
+        if self.states is None or not count:
+            return []
+        with self._above_kept(to_load):
+            if sum(map(len, to_load)) > self._device.available_size() + self._device.evictable_size():
+                return None
+            return self.states.states.for_loading(count)
+
+    @contextlib.contextmanager
+    def _above_kept(self, to_load: Sequence[Node]) -> Iterator[None]:
+        """A context in which what stands before `to_load` on the device is not evicted."""
+        above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
+        for node in above:
+            self._tree.lock(node)
+        yield
+        for node in above:
+            self._tree.unlock(node)
 
     def _room_for(self, to_load: Sequence[Node]) -> list[Piece] | None:
         """Slots of both sides for nodes, in their order. What stands before them keeps its slots on the device.
@@ -174,15 +232,11 @@ class HostKV(Part):
         slots, known = torch.empty(0, dtype=torch.int64, device=self.memory.device), None
         if num_lacking <= 0:
             return slots, known
-        above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
-        for node in above:
-            self._tree.lock(node)
-        if num_lacking <= self._device.evictable_size():
-            with self._known.leaving() as numbers:
-                slots = self._device.take(num_lacking)
-            known = joined(numbers)
-        for node in above:
-            self._tree.unlock(node)
+        with self._above_kept(to_load):
+            if num_lacking <= self._device.evictable_size():
+                with self._known.leaving() as numbers:
+                    slots = self._device.take(num_lacking)
+                known = joined(numbers)
         return slots, known
 
     def loading(self, node: Node) -> bool:
@@ -252,6 +306,8 @@ class HostKV(Part):
 
     def _drop_copy(self, node: Node) -> None:
         self._watcher.removed(node)
+        if self.states is not None:
+            self.states.free(node)
         self.memory.slots.free(node.host.slots)
         node.host = None
 

@@ -9,14 +9,17 @@ from sglang_lazy.cache.transfers import Ticket
 class HostCopy:
     """A node's copy.
 
-    slots: of the host, int64 on the CPU.  readers: those that read it besides loads; it stays until there are none.
+    slots: of the host, int64 on the CPU.
+    state: the host's slot of the state at the node's end, int64 [1]; None if it has none.
+    readers: those that read it besides loads; it stays until there are none.
     transfer: that which makes or reads it, None if none does.
     """
 
-    __slots__ = ("readers", "slots", "transfer")
+    __slots__ = ("readers", "slots", "state", "transfer")
 
     def __init__(self, slots: torch.Tensor, transfer: "Transfer | None" = None):
         self.slots, self.transfer, self.readers = slots, transfer, 0
+        self.state: torch.Tensor | None = None
 
 
 class Transfer:

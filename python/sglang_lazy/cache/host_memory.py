@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 class HostMemory:
     """Slots of the host for a device's pool.
 
-    layers: the device's buffers of each layer, contiguous, all on one device and with as many slots.
+    layers: the device's buffers of each layer, none for some, contiguous, all on one device and with as many slots.
     num_slots: of the host.
 
     slots: which of them are free.  groups: the buffers by row size.  token_bytes: of a token in all buffers.
@@ -62,7 +62,7 @@ class HostMemory:
 
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]], num_slots: int):
         self.num_layers = len(layers)
-        self.device = layers[0][0].device
+        self.device = next(buffer.device for buffers in layers for buffer in buffers)
         self.slots = HostSlots(num_slots)
         of_size: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
         for layer, buffers in enumerate(layers):

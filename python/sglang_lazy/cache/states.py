@@ -92,7 +92,7 @@ class States(Part):
         return node.state is not None and node.state.slot is not None
 
     def readable(self, node: Node, spread: int | None) -> Node:
-        while not (node.is_root or self.has(node)):
+        while not (node.is_root or (self.has(node) if node.slots is not None else _on_host(node))):
             node = node.parent
         return node
 
@@ -125,8 +125,16 @@ class States(Part):
             self._offer(node)
 
     def num_unlocked(self, nodes: Iterable[Node]) -> int:
-        """How many free or evictable states it would take to lock `nodes`."""
-        return len(self._unlocked.intersection(nodes))
+        """How many free or evictable states it would take to lock `nodes` and load those on the host."""
+        needed = set[Node]()
+        for node in nodes:
+            if node in self._unlocked:
+                needed.add(node)
+            while node.slots is None:
+                if _on_host(node):
+                    needed.add(node)
+                node = node.parent
+        return len(needed)
 
     def _offer(self, node: Node) -> None:
         self._unlocked.add(node)
@@ -167,6 +175,16 @@ class States(Part):
             raise RuntimeError(f"out of states: {count} wanted, {self.pool.available_size()} free")
         return slots
 
+    def for_loading(self, count: int) -> list[int] | None:
+        """Slots, evicting only what is lacking; None, and nothing evicted, if that would not suffice."""
+        if self.pool.available_size() + self.num_evictable < count:
+            return None
+        while self.pool.available_size() < count:
+            node = self._heap.pop(self._unlocked)
+            assert node is not None
+            self._evict(node)
+        return self.pool.alloc(count)
+
     def for_text(self) -> int | None:
         """A slot that is free, or whose state no request reads, for text; None if there is none."""
         if len(self._texts) >= max(1, self.pool.size // TEXT_SHARE):
@@ -194,3 +212,8 @@ class States(Part):
         self.pool.free([node.state.slot])
         node.state = None
         self._withdraw(node)
+
+
+def _on_host(node: Node) -> bool:
+    """Whether the host has a copy of the state at the end of `node`."""
+    return node.host is not None and node.host.state is not None

@@ -90,6 +90,13 @@ class StatePool:
         self.clear()
 
     @property
+    def layers(self) -> list[list[torch.Tensor]]:
+        """All it holds, by layer: buffers of [size + 1, ...], contiguous."""
+        states = [self.h, self.p] if self.wide is None else [self.wide]
+        buffers = [*self.conv, *(each for each in states if each is not None)]
+        return [[buffer[layer] for buffer in buffers] for layer in range(self.layout.num_layers)]
+
+    @property
     def slot_bytes(self) -> int:
         """See `StateLayout`."""
         return self.layout.slot_bytes

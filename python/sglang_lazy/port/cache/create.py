@@ -69,7 +69,8 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         kv = slots.get_kvcache() if pool is None else pool.kv
         collector = plain.metrics_collector
         report = HostReport() if collector is None else measured_host(collector)
-        cache.tiers = trees.copying = tiers = Tiers(store, kv, order, share, params, report)
+        of_states = None if table.recurrent is None else table.recurrent.pool
+        cache.tiers = trees.copying = tiers = Tiers(store, kv, order, share, params, report, of_states)
         table.loads = tiers.transfers
         if cache.events is not None and pool is None:
             tiers.watchers.each.append(cache.events)

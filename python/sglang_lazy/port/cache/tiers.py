@@ -1,18 +1,21 @@
 """The tiers below the device: chunks in host memory and, below it, in storage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.runtime_context import get_memory
 
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.host_copy import Watchers
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.host_slots import HostSlots
+from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import Order
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.recurrent.pool import StatePool
 from sglang_lazy.storage.chunk_storage import ChunkStorage
 from sglang_lazy.storage.report import HostReport
 
@@ -28,17 +31,33 @@ class Tiers:
     watchers: told of what happens on the host.
     """
 
-    def __init__(self, store: ChunkStore, kv: Any, order: Order, share: float, params: Any, report: HostReport):
+    def __init__(
+        self,
+        store: ChunkStore,
+        kv: Any,
+        order: Order,
+        share: float,
+        params: Any,
+        report: HostReport,
+        pool: StatePool | None = None,
+    ):
         """Attach a host tier to `store`.
 
         kv: SGLang's pool of the device.  order: of eviction.  params: SGLang's, of a cache.
-        share: of the host memory that SGLang's flags give.
+        share: of the host memory that SGLang's flags give.  pool: of states; the host has as many of them for its KV
+            as the device.
         """
-        layers = [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
-        memory = HostMemory(layers, _num_slots(layers, store.device.size, share))
+        layers = _buffers(kv)
+        states, state_bytes = None, 0.0  # of states, for each slot of KV
+        if store.states is not None and pool is not None:
+            state_bytes = pool.slot_bytes * pool.size / store.device.size
+        memory = HostMemory(layers, _num_slots(layers, store.device.size, share, state_bytes))
+        if store.states is not None and pool is not None:
+            num_states = max(1, memory.slots.size * pool.size // store.device.size)
+            states = HostStates(store.states, HostMemory(pool.layers, num_states))
         self.agree = smallest_among(params)
         self.report, self.watchers = report, Watchers(report)
-        self.transfers = Transfers(memory)
+        self.transfers = Transfers(memory, states=None if states is None else states.memory)
         self.host = store.host = HostKV(
             store.tree,
             store.device,
@@ -48,6 +67,7 @@ class Tiers:
             min_hits=_MIN_HITS[get_memory().hicache_write_policy],
             agree=self.agree,
             watcher=self.watchers,
+            states=states,
         )
         store.tree.parts += (self.host,)
         self._store = store
@@ -105,11 +125,19 @@ class HostMemories(NamedTuple):
         return self.own.num_free + (0 if self.plain is None else self.plain.available_size())
 
 
-def _num_slots(layers: Any, device_size: int, share: float) -> int:
+def _buffers(kv: Any) -> list[Sequence[torch.Tensor]]:
+    """The buffers of each layer of SGLang's pool; none for layers without KV."""
+    if isinstance(kv, HybridLinearKVPool):
+        with_kv = kv.full_attention_layer_id_mapping
+        return [kv.get_kv_buffer(layer) if layer in with_kv else () for layer in range(max(with_kv) + 1)]
+    return [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
+
+
+def _num_slots(layers: Any, device_size: int, share: float, state_bytes: float) -> int:
     flags = get_memory()
     if flags.hicache_size:
         token_bytes = sum(buffer[0].nbytes for layer in layers for buffer in layer)
-        return int(flags.hicache_size * 1e9 * share) // token_bytes
+        return int(flags.hicache_size * 1e9 * share / (token_bytes + state_bytes))
     return int(flags.hicache_ratio * device_size * share)
 
 

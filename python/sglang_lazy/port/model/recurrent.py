@@ -117,7 +117,9 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         f"--mamba-radix-cache-strategy {strategy}: chunks support no_buffer": strategy != "no_buffer",
         "the overlap scheduler with recurrent layers: the state at the end of an answer is not known "
         "(--disable-overlap-schedule)": not flags.disable_overlap_schedule,
-        "--enable-hierarchical-cache: the host keeps no states of recurrent layers": flags.enable_hierarchical_cache,
+        "--hicache-storage-backend with recurrent layers: storage keeps no states": (
+            flags.hicache_storage_backend is not None
+        ),
         "--speculative-algorithm with recurrent layers: a state has gone through drafts that are refused": (
             flags.speculative_algorithm is not None
         ),
