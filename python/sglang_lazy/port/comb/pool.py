@@ -13,7 +13,6 @@ from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -74,11 +73,6 @@ class ChunkPool:
     def served_model(self, layers: Mapping[int, AttentionLayer]) -> ServedModel:
         """The cross layers as a `ServedModel`.  layers: these, each with its kernels."""
         return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, layers)
-
-    def tree_params(self, params: CacheInitParams) -> CacheInitParams:
-        """`params` of the tree of text, changed for the tree of the chunks in this pool."""
-        changed = dict(token_to_kv_pool_allocator=self.allocator, enable_metrics=False, enable_kv_cache_events=False)
-        return CacheInitParams(**{**vars(params), **changed})
 
 
 def chunk_pool_of(runner: Any) -> ChunkPool | None:
