@@ -69,8 +69,8 @@ def _draft_slots(rows, req_to_token, seq_lens, out, topk, num_cols, positions=No
             given.copy_(seq_lens.expand_as(given))
 
 
-def _verified_slots(rows, req_to_token, starts, ends, batch_size, draft_token_num, device):
-    return _slots(rows, req_to_token, starts, ends).long()
+def _verified_slots(req_pool_indices, req_to_token, start_offset, end_offset, batch_size, draft_token_num, device):
+    return _slots(req_pool_indices, req_to_token, start_offset, end_offset).long()
 
 
 def _enter_slots(rows, req_to_token, starts, ends, slots, batch_size):

@@ -72,7 +72,7 @@ UNFIT_FLAGS = [
     ("decode_attention_backend", "flashmla", "attention backend flashmla:"),
     ("page_size", 16, "page size 16"),
     ("disable_radix_cache", True, "--disable-radix-cache"),
-    ("speculative_algorithm", "NGRAM", "--speculative-algorithm NGRAM"),
+    ("speculative_algorithm", "DFLASH", "--speculative-algorithm DFLASH"),
     ("disaggregation_mode", "prefill", "disaggregation"),
     ("pp_size", 2, "pipeline parallelism"),
     ("attn_dp_size", 2, "data-parallel attention"),
@@ -122,11 +122,12 @@ TREE = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-d
 UNFIT_TO_DRAFT = [
     *(
         ({"speculative_algorithm": name}, f"--speculative-algorithm {name}")
-        for name in ("DFLASH", "DSPARK", "UNO", "NGRAM", "FROZEN_KV_MTP")
+        for name in ("DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP")
     ),
     ({"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}, TREE),
     ({"speculative_num_steps": 8, "speculative_num_draft_tokens": 9}, TREE),
     ({"speculative_num_steps": 0, "speculative_num_draft_tokens": 1}, TREE),
+    ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, "--speculative-num-draft-tokens 12"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"speculative_adaptive": True}, "--speculative-adaptive"),
     ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
@@ -165,6 +166,13 @@ def test_chains_of_drafts_fit(algorithm, steps):
     given = {"speculative_algorithm": algorithm, "speculative_num_steps": steps}
     assert compat.unfit_flags(Args(**{**DRAFTING, **given, "speculative_num_draft_tokens": steps + 1})) == []
     assert set(DRAFTING) <= set(ServerArgs.__struct_fields__)
+
+
+@pytest.mark.parametrize("breadth", [1, 10])
+def test_paths_of_trees_fit(breadth):
+    """What NGRAM drafts is cut to chains."""
+    given = {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": breadth, "speculative_num_draft_tokens": 8}
+    assert compat.unfit_flags(Args(**{**DRAFTING, **given})) == []
 
 
 @pytest.mark.parametrize(("flags", "reason"), UNFIT_TO_DRAFT)
@@ -540,6 +548,10 @@ def test_flags_unfit_for_a_chunk_encoder(flag, value, reason):
         vars(given.server_args).update(unset)
         given.lora_manager = SimpleNamespace(target_modules={"qkv_proj", "embed_tokens"})
     assert compat.unfit_model(comb) == []
+    comb.spec_algorithm = SpeculativeAlgorithm.EAGLE
+    (given,) = compat.unfit_model(comb)
+    assert "--speculative-algorithm" in given
+    comb.spec_algorithm = SpeculativeAlgorithm.NONE
     setattr(comb.server_args, flag, value)
     setattr(other.server_args, flag, value)
     (given,) = compat.unfit_model(comb)

@@ -19,6 +19,7 @@ STEPS = {
         "ModelRunner.initialize",
         "LoRAManager.init_lora_modules",
         "LoRAAdapter._process_weight",
+        "SpeculativeAlgorithm.create_worker",
         "KVCacheConfigurator._profile_available_bytes",
         "KVCacheConfigurator._handle_max_mamba_cache",
         "KVCacheConfigurator._apply_token_constraints",

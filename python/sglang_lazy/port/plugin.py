@@ -73,7 +73,7 @@ def declared() -> tuple[Hook, ...]:
     from sglang_lazy.port import cpu, graphs
     from sglang_lazy.port.comb import limits as comb_limits
     from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import drafts, model_runner, probing, recurrent
+    from sglang_lazy.port.model import drafts, model_runner, ngram, probing, recurrent
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -119,6 +119,7 @@ def declared() -> tuple[Hook, ...]:
         graphs,
         probing,
         drafts,
+        ngram,
         http,
         frontend,
         scopes,

@@ -26,7 +26,7 @@ from sglang_lazy.port.model.recurrent import Recurrence
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
-DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE"), 7
+DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM"), 7
 """The algorithms of speculative decoding, as SGLang resolves them, and the most drafts in a chain."""
 
 STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
@@ -158,10 +158,14 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
     if algorithm not in DRAFTING:
         return {f"--speculative-algorithm {algorithm}: linked rows are verified for {', '.join(DRAFTING)}, NEXTN": True}
     steps, num_verified = flags.speculative_num_steps, flags.speculative_num_draft_tokens
+    is_ngram = algorithm == "NGRAM"
     is_chain = flags.speculative_eagle_topk == 1 and 1 <= steps <= MAX_DRAFTS and num_verified == steps + 1
     return {
+        f"--speculative-num-draft-tokens {num_verified} with NGRAM: linked rows verify {MAX_DRAFTS + 1} tokens": (
+            is_ngram and num_verified > MAX_DRAFTS + 1
+        ),
         f"drafts that form a tree: linked rows verify a chain of at most {MAX_DRAFTS}, as with --speculative-num-steps "
-        "3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4": not is_chain,
+        "3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4": not (is_chain or is_ngram),
         "--enable-multi-layer-eagle: its drafts read earlier rows": flags.enable_multi_layer_eagle,
         "--speculative-adaptive: it makes attention anew while requests run": flags.speculative_adaptive,
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM: segments would be read on another stream": (

@@ -180,7 +180,7 @@ def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, Attenti
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Around `TpModelWorker.forward_batch_generation`: make a batch's linked rows known to its whole forward pass."""
     table = table_of(worker.model_runner.req_to_token_pool)
-    if table is None or batch is None:  # None: a step of `decode_with_drafts`
+    if table is None or batch is None or batch.forward_mode.is_target_verify():  # in a step of `decode_with_drafts`
         return original(worker, batch, *args, **kwargs)
     with linking(batch, worker.model_runner, table):
         return original(worker, batch, *args, **kwargs)
