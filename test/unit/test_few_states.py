@@ -87,7 +87,7 @@ def test_a_second_turn_begins_at_a_state():
 def test_pins_on_all_states_end():
     """They hold no memory that SGLang counts; a prompt that needs a state would wait without end, and all behind it."""
     loop = Loop(num_states=2)
-    loop.admission.pins.budget = 100
+    loop.admission.pins.budget, loop.admission.pins.max_states = 100, 2
     for chunk in (A, B):
         loop.submit([chunk, QUESTION], f"ahead of {chunk}", max_new_tokens=1, ahead=True)
     loop.run()
@@ -97,6 +97,17 @@ def test_pins_on_all_states_end():
     loop.run()
     assert len(parent.output_ids) == len(plain.output_ids) == 1
     assert lost(loop) == 0
+
+
+def test_pins_have_a_share_of_the_states():
+    """However few tokens they pin."""
+    loop = Loop(num_states=4)
+    loop.admission.pins.budget = 100
+    loop.warm(A, B)
+    assert len(pin(loop, A)[0]) == 1
+    (reason,) = pin(loop, B)[1]
+    assert "100 tokens or 1 states" in reason
+    assert states(loop).num_locked == 1
 
 
 def test_a_second_turn_runs_beside_fills_that_want_its_state():

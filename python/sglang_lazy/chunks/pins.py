@@ -4,6 +4,7 @@ import dataclasses
 import heapq
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -41,12 +42,12 @@ class Pins:
 
     The current time comes with the messages, so that it is the same on every tensor-parallel rank.
 
-    budget: how many tokens may be pinned.
+    budget: how many tokens may be pinned.  max_states: how many chunks, if each has a state of recurrent layers.
     num_tokens: how many tokens each tenant has pinned; a beginning that several chunks share counts for each.
     """
 
-    def __init__(self, store: ChunkStore, budget: int):
-        self.store, self.tree, self.budget = store, store.tree, budget
+    def __init__(self, store: ChunkStore, budget: int, max_states: float = math.inf):
+        self.store, self.tree, self.budget, self.max_states = store, store.tree, budget, max_states
         self._numbers = itertools.count()  # of pins that end at the same time
         self.reset()
 
@@ -86,14 +87,18 @@ class Pins:
 
     def _yielding_to(self, new: Sequence[CachedChunk]) -> list[CachedChunk]:
         """The chunks whose pins must end for `new`. Raises Refusal if its tenant would then have most pinned."""
-        num_tokens, ending = self.num_tokens.copy(), []
+        num_tokens, ending = self.num_tokens.copy(), list[CachedChunk]()
         for chunk in new:
             num_tokens[chunk.tenant] += chunk.num_tokens
         oldest: dict[Hashable, Iterator[CachedChunk]] = {}
-        while new and num_tokens.total() > self.budget:
+        num_states = len(self) + len(new)
+        while new and (num_tokens.total() > self.budget or num_states - len(ending) > self.max_states):
             largest = _largest(num_tokens)
             if num_tokens[new[0].tenant] == num_tokens[largest]:
-                raise Refusal("pin_budget", f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
+                most = f"{self.budget} tokens" + (
+                    f" or {self.max_states} states" if math.isfinite(self.max_states) else ""
+                )
+                raise Refusal("pin_budget", f"no more than {most} can be pinned (--lazy-max-pinned)")
             chunk = next(oldest.setdefault(largest, self._oldest_of(largest)))
             num_tokens[largest] -= chunk.num_tokens
             ending.append(chunk)

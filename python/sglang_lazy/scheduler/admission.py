@@ -52,7 +52,8 @@ class ChunkAdmission:
     gave_back: whether internal or waiting requests have given back rows or locks since the last batch was formed.
     keeps_locks: whether locks must not be revoked now.
     left_out_adapters: LoRA adapters that a fill needs but that SGLang could not load for the batch being formed.
-    max_growth: as in `Budget`.  max_pinned: how many tokens may be pinned.
+    max_growth: as in `Budget`.
+    max_pinned: the share of the pools of tokens and states that may be pinned.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class ChunkAdmission:
         arrival: Arrival,
         producer: Producer,
         max_growth: int,
-        max_pinned: int,
+        max_pinned: float,
     ):
         self.facts = facts
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
         self.budget = Budget(facts, rows, producer, max_growth)
-        self.pins = Pins(self.store, max_pinned)
+        self.pins = Pins(self.store, int(max_pinned * self.store.device.size))
+        if self.store.states is not None:
+            self.pins.max_states = int(max_pinned * self.store.states.pool.size)
         self.control = ChunkControl(rows, self.pins)
         self.warnings = Warnings(self.store.counts)
         self.ahead = Ahead()

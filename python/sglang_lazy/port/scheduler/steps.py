@@ -64,7 +64,7 @@ def new_admission(
 ) -> ChunkAdmission:
     """Admission for a scheduler whose tree cache is a `CompositeCache`.
 
-    max_pinned: a share of the chunks' pool.
+    max_pinned: a share of the chunks' pools.
     encode: computes chunks that have their own pool.
     """
     rows, new_request, facts = scheduler.tree_cache.rows, internal_requests(scheduler), SchedulerFacts(scheduler)
@@ -90,8 +90,7 @@ def new_admission(
         device, most = rows.store.device, limits.max_fill_tokens
         producer = EncoderProducer(rows.store.pending, facts, most, device.allocate, device.free, encode)
     arrival = Arrival(rows.store, facts, limits, new_request)
-    budget = int(max_pinned * rows.store.device.size)
-    return ChunkAdmission(facts, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+    return ChunkAdmission(facts, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, max_pinned)
 
 
 def max_fill_tokens(scheduler: Any) -> int:
