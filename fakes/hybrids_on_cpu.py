@@ -24,6 +24,8 @@ HOMES = {
     f"{OPS}.attention.linear.fused_gdn_gating": ("fused_gdn_gating",),
     f"{OPS}.attention.fla.chunk": ("chunk_gated_delta_rule",),
     f"{OPS}.attention.fla.fused_recurrent": ("fused_recurrent_gated_delta_rule_packed_decode",),
+    f"{OPS}.attention.linear.fused_sigmoid_gating_recurrent": ("fused_sigmoid_gating_delta_rule_update",),
+    f"{OPS}.mamba.mamba_state_scatter_triton": ("scatter_mamba_states_after_mtp_verify",),
     f"{OPS}.attention.fla.layernorm_gated": ("layernorm_fn",),
     f"{OPS}.attention.fla.fused_norm_gate": ("rms_norm_gated",),
     f"{OPS}.attention.triton_gdn_fused_proj": (

@@ -44,13 +44,24 @@ def causal_conv1d_fn(
     return out
 
 
-def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, **_):
-    """x: [bs, dim] or [bs, dim, n]."""
+def causal_conv1d_update(
+    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, intermediate_conv_window=None,
+    intermediate_state_indices=None, **_,
+):  # fmt: skip
+    """x: [bs, dim] or [bs, dim, n]. intermediate_conv_window: [rows, n, dim, width - 1], to verify a chain: the last
+    inputs at each of its tokens, written in place of those in the slot."""
     tokens, before = (x[..., None] if x.dim() == 2 else x), weight.shape[1] - 1
     out = torch.zeros_like(tokens)
     for i, slot in enumerate(conv_state_indices.tolist()):
-        if slot >= 0:
-            out[i] = _convolve(tokens[i], weight, bias, activation, conv_state[slot][:, -before:])
+        if slot < 0:
+            continue
+        past = conv_state[slot][:, -before:]
+        if intermediate_conv_window is not None:
+            inputs, row = torch.cat([past.to(x.dtype), tokens[i]], 1), int(intermediate_state_indices[i])
+            for step in range(tokens.shape[2]):
+                intermediate_conv_window[row, step] = inputs[:, step + 1 : step + 1 + before]
+            past = past.clone()
+        out[i] = _convolve(tokens[i], weight, bias, activation, past)
     return out.view_as(x)
 
 
@@ -105,6 +116,43 @@ def fused_recurrent_gated_delta_rule_packed_decode(
             one = [x[i : i + 1] for x in (q, k, v, g, beta)]
             out[i] = _delta_steps(*one, initial_state[slot], scale, use_qk_l2norm_in_kernel)
     return out, initial_state
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices,
+    scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, disable_state_update=False,
+    intermediate_states_buffer=None, intermediate_state_indices=None, **_,
+):  # fmt: skip
+    """Verifies a chain of each request. intermediate_states_buffer: [rows, n, value heads, V, K], the state at each of
+    its tokens, written in place of that in the slot."""
+    assert disable_state_update
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    out, scale = torch.zeros_like(v), k.shape[-1] ** -0.5 if scale is None else scale
+    for i, (begin, end, slot) in enumerate(_sequences(cu_seqlens, initial_state_indices)):
+        state, row = initial_state_source[slot].clone(), int(intermediate_state_indices[i])
+        for t in range(begin, end):
+            one = [x[0, t : t + 1] for x in (q, k, v, g, beta)]
+            out[0, t : t + 1] = _delta_steps(*one, state, scale, use_qk_l2norm_in_kernel)
+            intermediate_states_buffer[row, t - begin] = state
+    return out
+
+
+def scatter_mamba_states_after_mtp_verify(
+    caches, slots, steps, mamba_track_indices, mamba_steps_to_track, src_indices_raw=None
+):
+    """Write the states at the last accepted token of each chain to the slots.
+
+    caches: of all layers. steps: [bs], -1 for none.
+    """
+    assert mamba_track_indices is None and src_indices_raw is None
+    written = [
+        (caches.temporal, caches.intermediate_ssm),
+        *zip(caches.conv, caches.intermediate_conv_window, strict=True),
+    ]
+    for row, (slot, step) in enumerate(zip(slots.tolist(), steps.tolist(), strict=True)):
+        if slot >= 0 and step >= 0:
+            for states, of_steps in written:
+                states[:, slot] = of_steps[:, row, step]
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(qkvz, ba, num_key_heads, num_value_heads, k_dim, v_dim):

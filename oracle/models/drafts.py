@@ -28,7 +28,8 @@ def build_draft(algorithm: str, target: str, cache_dir: str | Path) -> str:
         work = Path(tempfile.mkdtemp(prefix=f".{algorithm}-", dir=cache_dir))
         try:
             shutil.copytree(target, work, dirs_exist_ok=True)  # for its tokenizer
-            config, weights = DRAFTS[algorithm](json.loads(Path(target, "config.json").read_text()), target)
+            config = json.loads(Path(target, "config.json").read_text())
+            config, weights = DRAFTS[algorithm](config, target)
             (work / "config.json").write_text(json.dumps(config))
             save_file(weights, work / "model.safetensors", {"format": "pt"})
             os.rename(work, path)
@@ -70,6 +71,7 @@ def _random(outputs: int, inputs: int, generator: torch.Generator) -> torch.Tens
 
 
 def _eagle(config: dict, _target: str) -> tuple[dict, Weights]:
+    config = config.get("text_config", config)
     hidden, generator = config["hidden_size"], torch.Generator().manual_seed(1)
     weights = _layer(config, "layers.0.", hidden, generator)
     weights["fc.weight"] = _random(hidden, 2 * hidden, generator)
@@ -79,6 +81,7 @@ def _eagle(config: dict, _target: str) -> tuple[dict, Weights]:
 
 def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
     """It guesses the even tokens only, and sees what the first three layers of the target read."""
+    config = config.get("text_config", config)
     hidden, vocabulary, generator = config["hidden_size"], config["vocab_size"], torch.Generator().manual_seed(2)
     guessed = torch.arange(vocabulary) % 2 == 0
     num_guessed = int(guessed.sum())
@@ -101,23 +104,23 @@ def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
 def _nextn(config: dict, target: str) -> tuple[dict, Weights]:
     """The last layer again, over the hidden states and the next tokens."""
     weights, generator = load_file(Path(target, "model.safetensors")), torch.Generator().manual_seed(3)
-    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
-    last = f"model.layers.{num_layers - 1}."
-    if config["model_type"] == "glm4_moe":
-        settings = {"num_nextn_predict_layers": 1}
-        layer = own = f"model.layers.{num_layers}."
-        joined, norms = "eh_proj", dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), torch.ones(hidden))
+    text = config.get("text_config", config)
+    hidden, num_layers = text["hidden_size"], text["num_hidden_layers"]
+    if text["model_type"] == "glm4_moe":
+        own = layer = f"model.layers.{num_layers}."
+        joined, norms, scale = "eh_proj", ("enorm", "hnorm", "shared_head.norm"), torch.ones(hidden)
+        text["num_nextn_predict_layers"] = 1
     else:  # Qwen3.5, which adds one to the weights of norms
-        settings = {"mtp_num_hidden_layers": 1}
         own, layer = "mtp.", "mtp.layers.0."
-        joined, norms = (
-            "fc",
-            dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), torch.zeros(hidden)),
-        )
-    added = {layer + name.removeprefix(last): weight.clone() for name, weight in weights.items() if last in name}
+        joined, norms, scale = "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), torch.zeros(hidden)
+        text["mtp_num_hidden_layers"] = 1
+    added = {f"{own}{name}.weight": scale.clone() for name in norms}
     added[f"{own}{joined}.weight"] = _random(hidden, 2 * hidden, generator)
-    added |= {f"{own}{name}.weight": weight.clone() for name, weight in norms.items()}
-    return {**config, **settings}, {**weights, **added}
+    for name, weight in weights.items():
+        _, of_last, rest = name.partition(f".layers.{num_layers - 1}.")
+        if of_last:
+            added[layer + rest] = weight.clone()
+    return config, {**weights, **added}
 
 
 DRAFTS: dict[str, Callable[[dict, str], tuple[dict, Weights]]] = {

@@ -42,6 +42,8 @@ IN_PARTS = ("qwen3.5", "falcon-h1")
 class Served:
     """A model, served by the engine and known to the oracle."""
 
+    num_tokens, tolerance = NUM_TOKENS, TOLERANCE
+
     def __init__(self, name: str, folder, **options):
         path = build_model(HYBRIDS[name], folder)
         oracle = HybridOracle(path)
@@ -49,7 +51,7 @@ class Served:
         self.neutral = tuple(transformers.AutoTokenizer.from_pretrained(path).encode(PREAMBLE))
         self.min_chunk = 2 if name.startswith("lfm2") else 3  # the width of convolutions, less one: others are text
         options = {**OPTIONS, **HYBRIDS[name].cpu_options, **options}
-        self.engine = EngineProcess(model_path=path, installed=False, **options)
+        self.engine = EngineProcess(**{"model_path": path, "installed": False, **options})
 
     def computed(self, prompt: list[Segment]) -> list[Segment]:
         """The prompt as a server computes it: short chunks, and one at the end, are text."""
@@ -67,7 +69,7 @@ class Served:
         outputs = self.engine.generate(
             segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
             link=[link] * len(prompts),
-            sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+            sampling_params={"temperature": 0, "max_new_tokens": self.num_tokens, "ignore_eos": True},
             return_logprob=True,
         )
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -76,8 +78,8 @@ class Served:
             expected = expected[len(token_ids(prompt)) - 1 : -1]
             reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
             chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            assert (chosen - reported).abs().max() <= TOLERANCE
-            assert (expected.amax(-1) - chosen).max() <= TOLERANCE
+            assert (chosen - reported).abs().max() <= self.tolerance
+            assert (expected.amax(-1) - chosen).max() <= self.tolerance
         return outputs
 
     def play(self, names: list[str]) -> list[list[tuple[list[Segment], dict]]]:

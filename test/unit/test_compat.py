@@ -8,6 +8,7 @@ import torch
 import transformers
 from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -267,6 +268,14 @@ def test_unfit_flags_with_recurrent_layers(flag, value, reason):
     (given,) = recurrent.unfit_states(args, lfm2_config())
     assert reason in given
     assert recurrent.unfit_states(args, runner().model_config) == []
+
+
+@pytest.mark.parametrize(("algorithm", "fits"), [("EAGLE", True), ("EAGLE3", False), ("STANDALONE", False)])
+def test_gated_delta_rules_fit_drafts(algorithm, fits):
+    """Of a layer of the model's own; other recurrent layers do not, see above."""
+    config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
+    given = recurrent.unfit_states(Args(**{**WITH_STATES, "speculative_algorithm": algorithm}), config)
+    assert fits == (given == [])
 
 
 @pytest.mark.parametrize("strategy, share", [("no_buffer", 0.2), ("extra_buffer", 0)])

@@ -120,8 +120,9 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         "--hicache-storage-backend with recurrent layers: storage keeps no states": (
             flags.hicache_storage_backend is not None
         ),
-        "--speculative-algorithm with recurrent layers: a state has gone through drafts that are refused": (
-            flags.speculative_algorithm is not None
+        "--speculative-algorithm with recurrent layers: tested with gated delta rules and EAGLE or NEXTN alone": (
+            flags.speculative_algorithm not in (None, "EAGLE")
+            or (flags.speculative_algorithm is not None and hybrid_gdn_config(config) is None)
         ),
         "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
         "LoRA with recurrent layers: not tested": bool(flags.enable_lora or flags.lora_paths),
