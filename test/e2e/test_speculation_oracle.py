@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from served import TWO_RANKS
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from test_oracle_matrix import GROUPS, Served, reuse
 
 from fakes import speculation_on_cpu
@@ -14,6 +15,7 @@ from oracle.models.drafts import build_draft
 from oracle.policies import PolicyOracle, epic, keep_all_but
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
+from oracle.tokenizer import VOCAB_SIZE
 
 pytestmark = [
     pytest.mark.slow,  # starts engines
@@ -36,6 +38,7 @@ class Speculating(Served):
             folder,
             speculative_algorithm=algorithm,
             **({"model_path": draft} if algorithm == "NEXTN" else {"speculative_draft_model_path": draft}),
+            enable_custom_logit_processor=True,
             **{**MODELS[model].cpu_options, **speculation_on_cpu.OPTIONS, **options},
         )
 
@@ -188,6 +191,38 @@ def test_drafts_depend_on_the_prompt_alone(served, seed):
         served.answer([dice.text(3), doc, dice.text(2)])
     assert accepted() == together
     served.flush()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 2.0, "min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0, "custom_params": {"token_ids": [*range(1, VOCAB_SIZE, 2)]}},
+    ],
+    ids=["frequency", "presence and min_p", "repetition", "a processor"],
+)
+def test_penalties_as_for_prompts_without_chunks(served, sampling):
+    """SGLang's penalties of what it speculates lag behind. A chunk that begins a prompt is what the same tokens without
+    chunks are, which SGLang's own code answers. What follows the chunk begins like it, so its drafts are the same, too.
+    """
+    dice = Dice("penalties")
+    beginning = dice.chunk(50)
+    question = text([beginning.ids[0], *dice.ids(9)])
+    processor = DisallowedTokensLogitsProcessor.to_str() if "custom_params" in sampling else None
+
+    def answer(prompt, given):
+        output = served.engine.generate(
+            segments=[segment.to_request() for segment in prompt],
+            sampling_params={"temperature": 0, "max_new_tokens": 30, "ignore_eos": True, **given},
+            custom_logit_processor=processor if given else None,
+        )
+        return output["output_ids"], output["meta_info"]["spec_correct_drafts_histogram"]
+
+    plain = answer([text(token_ids([beginning, question]))], sampling)
+    assert answer([beginning, question], sampling) == answer([beginning, question], sampling) == plain
+    assert answer([beginning, question], {})[0] != plain[0]
 
 
 def test_a_policy_whose_probe_ends_before_the_last_layer(served):
