@@ -206,6 +206,16 @@ def test_nothing_hangs_or_is_lost_with_a_host(seed):
     assert slots.size - slots.num_free == with_states > 0
 
 
+def test_a_preamble_is_a_piece_of_its_fill():
+    """So a fill of as many chunks as a pass has pieces would never run."""
+    loop = Loop(num_states=4, max_pieces=2, link="base:preamble=lead")
+    parents = [loop.submit([(TEXT, (3, 4)), *chunks, QUESTION], f"p{i}") for i, chunks in enumerate([(A, B), (C, D)])]
+    loop.run()
+    assert [len(parent.output_ids) for parent in parents] == [3, 3]
+    assert [len(batch) for batch in loop.log if batch[0].startswith("\0")] == [1] * 4
+    assert lost(loop) == 0
+
+
 def test_chunks_computed_ahead_leave_no_answer():
     loop = Loop(num_states=3)
     loop.submit([A, QUESTION], "p0", max_new_tokens=1, ahead=True)

@@ -66,7 +66,7 @@ class FillProducer:
     pending: the store's, from chunk key to fill request.
     max_tokens: the most tokens of a fill with several chunks. A larger one would take several batches, and all of its
         chunks would wait for the last.
-    max_chunks: the most chunks of a fill.
+    max_pieces: the most parts of a fill, its preamble among them; at least 2.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class FillProducer:
         facts: Facts,
         new_request: NewRequest,
         max_tokens: int,
-        max_chunks: float = math.inf,
+        max_pieces: float = math.inf,
     ):
         self.pending = pending
         self.facts = facts
         self.new_request = new_request
-        self.max_tokens, self.max_chunks = max_tokens, max_chunks
+        self.max_tokens, self.max_pieces = max_tokens, max_pieces
         self._ids = itertools.count()
 
     def produce(self, parent: Request, chunks: Sequence[ChunkSlice]) -> None:
-        for share in shares(chunks, self.max_tokens, self.max_chunks):
+        for share in shares(chunks, self.max_tokens, self.max_pieces):
             fill, tokens = Fill(share, parent), array("q")
             for part in fill.parts:
                 tokens += part.tokens
@@ -139,14 +139,14 @@ class FillProducer:
                 del self.pending[chunk.key]
 
 
-def shares(chunks: Iterable[ChunkSlice], max_tokens: int, max_chunks: float = math.inf) -> Iterator[list[ChunkSlice]]:
+def shares(chunks: Iterable[ChunkSlice], max_tokens: int, max_pieces: float = math.inf) -> Iterator[list[ChunkSlice]]:
     """Split `chunks` into groups of at most `max_tokens` including the preamble, or of one longer chunk; and of at most
-    `max_chunks`."""
+    `max_pieces` parts, one of them the preamble."""
     share: list[ChunkSlice] = []
     num_tokens = 0
     for chunk in chunks:
         num_tokens += chunk.num_tokens
-        if share and (len(chunk.preamble) + num_tokens > max_tokens or len(share) >= max_chunks):
+        if share and (len(chunk.preamble) + num_tokens > max_tokens or len(share) + bool(chunk.preamble) >= max_pieces):
             yield share
             share, num_tokens = [], chunk.num_tokens
         share.append(chunk)

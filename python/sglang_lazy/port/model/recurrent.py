@@ -93,7 +93,7 @@ class StateMemory(NamedTuple):
     @classmethod
     def within(cls, num_bytes: float, layout: StateLayout) -> "StateMemory":
         for_pieces = num_bytes / PIECES_SHARE
-        pieces = max(1, int(for_pieces / layout.piece_bytes))
+        pieces = max(2, int(for_pieces / layout.piece_bytes))
         return cls(int((num_bytes - for_pieces) / layout.slot_bytes), pieces)
 
 
