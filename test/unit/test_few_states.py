@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from test_chunk_lists import listed
 from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
@@ -28,6 +29,8 @@ def test_a_parent_runs_after_its_chunks():
     loop.run()
     assert loop.log == [["\0fill-0"], ["p0"]]
     assert lost(loop) == 0 and states(loop).num_evictable == 3, "of two chunks and an answer"
+    slot_bytes = states(loop).pool.slot_bytes
+    assert [chunk["state_bytes"] for chunk in listed(loop)["chunks"]] == [slot_bytes] * 2
 
 
 def test_more_chunks_than_states():

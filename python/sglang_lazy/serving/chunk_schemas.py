@@ -29,6 +29,7 @@ class CachedChunk(Answer):
     id: str
     digest: str
     tokens: int
+    state_bytes: NotRequired[int]
     state: Literal["pending", "fetching", "host", "loading", "resident"]
     tiers: list[Literal["device", "host"]]
     hits: int
