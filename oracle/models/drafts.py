@@ -96,6 +96,7 @@ def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
         "num_hidden_layers": 1,
         "draft_vocab_size": num_guessed,
         "num_aux_hidden_states": 3,
+        "tie_word_embeddings": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True},
     }
     return {**config, **settings}, weights

@@ -2,6 +2,7 @@
 positions and masks."""
 
 import base64
+import contextlib
 import io
 
 import numpy as np
@@ -10,6 +11,8 @@ import requests
 import torch
 from PIL import Image
 
+from fakes import remembered_drafts, speculation_on_cpu
+from oracle.models.drafts import build_draft
 from oracle.policies import PolicyOracle, epic, keep_all_but, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import Segment, chunk, text
@@ -71,15 +74,27 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in VISION_MODELS])
-def served(request, tmp_path_factory):
+SPECULATING = "qwen3-vl with drafts"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in (*VISION_MODELS, SPECULATING)]
+)
+def served(request, tmp_path_factory, with_plugin):
     """A server's URL, and its oracle."""
-    folder = tmp_path_factory.mktemp(request.param)
-    path = build_vision_model(request.param, folder / "model")
+    folder, name = tmp_path_factory.mktemp("mrope"), request.param.partition(" ")[0]
+    path = build_vision_model(name, folder / "model")
     flags = ["--model-path", str(path), "--max-total-tokens", "2048", "--disable-fast-image-processor"]
-    if request.param == "qwen3-vl":  # chunked prefill, with pieces that end inside an image
+    if name == "qwen3-vl":  # chunked prefill, with pieces that end inside an image
         flags += ["--chunked-prefill-size", "32"]
-    with running_server([*flags, *device_flags()], folder / "server.log") as url:
+    if request.param == SPECULATING:
+        if torch.cuda.is_available():
+            pytest.skip("replaces kernels that a GPU has")
+        flags += ["--speculative-draft-model-path", build_draft("EAGLE3", str(path), folder)]
+        for option, value in {"speculative_algorithm": "EAGLE3", **speculation_on_cpu.OPTIONS}.items():
+            flags += [f"--{option.replace('_', '-')}", str(value)]
+    plugin = with_plugin(remembered_drafts.load) if request.param == SPECULATING else contextlib.nullcontext()
+    with plugin, running_server([*flags, *device_flags()], folder / "server.log") as url:
         yield url, VisionOracle(str(path))
 
 
@@ -124,8 +139,10 @@ def test_text_chunks(served):
 
 
 @pytest.mark.parametrize("link", ["epic:tokens=4", "query:ratio=0.2", "blend:ratio=0.2", "static:ratio=0.2"])
-def test_policies(served, link):
+def test_policies(served, link, request):
     """Policies that recompute tokens, over missing and cached chunks."""
+    if SPECULATING in request.node.name and link.startswith("blend"):
+        pytest.skip("servers that draft refuse it")
     dice = Dice(f"axes {link}")
     docs, lead, question = dice.chunks(2, 20, 40), dice.text(6), dice.text(5)
     ask(served, [lead, *docs, question], link=link)
@@ -254,7 +271,8 @@ def test_policies_without_support_for_images(served, link):
     url, _ = served
     segments = [segment.to_request() for segment in [with_image(dice, 2, 2), *dice.chunks(1, 9, 9), dice.text(3)]]
     refused = post(url, {"segments": segments, "image_data": data_url(picture(1)), "link": link})
-    assert refused.status_code == 400 and "image" in refused.json()["error"]["message"], refused.text
+    message = refused.json()["error"]["message"]
+    assert refused.status_code == 400 and ("image" in message or "--speculative-algorithm" in message), refused.text
 
 
 def test_options_that_exclude_images(served):

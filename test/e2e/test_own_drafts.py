@@ -65,7 +65,7 @@ class SpeculatingHybrid(test_recurrent_chunks.Served):
         return {length for counts in self.histograms for length, count in enumerate(counts) if count}
 
 
-@pytest.fixture(scope="module", params=map(on_one_worker, ["qwen3.5"]))
+@pytest.fixture(scope="module", params=map(on_one_worker, ["qwen3.5", "qwen3.5-vl-moe"]))
 def qwen(request, model_dir, with_plugin):
     with (
         with_plugin(hybrids_on_cpu.load),

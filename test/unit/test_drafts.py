@@ -67,13 +67,28 @@ def test_text_is_followed_by_the_prompts_next_token():
     assert list(following) == [53, 54, 51, 52, 55, drafts.UNKNOWN]
 
 
+CONFIG = {"model_config": SimpleNamespace(vocab_size=800)}
+
+
+def test_what_stands_for_an_image_is_not_read():
+    batch = SimpleNamespace(
+        reqs=[linked([0, 1, 2], [50, 1 << 40, 52])], prefix_lens=[0], extend_lens=[2], forward_mode=ForwardMode.EXTEND
+    )
+    forward_batch = SimpleNamespace(input_ids=torch.tensor([900, 901]))
+    pool = SimpleNamespace(segment_table=SimpleNamespace(has_chunks=True))
+    drafts.follow_prompts(
+        forward_batch, None, batch, SimpleNamespace(is_draft_worker=True, req_to_token_pool=pool, **CONFIG)
+    )
+    assert forward_batch.input_ids.tolist() == [900, 52]
+
+
 def test_a_prefill_reads_following_tokens():
     """Of the part of each row that it computes; SGLang's own where a prompt ends, and for prompts without chunks."""
     reqs = [linked([2, 3, 0, 1], [50, 51, 52, 53]), SimpleNamespace(), fill([[11, 12, 13]], [0])]
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[2, 0, 1], extend_lens=[2, 3, 2], forward_mode=ForwardMode.EXTEND)
     forward_batch = SimpleNamespace(input_ids=torch.arange(900, 907))
     table = SimpleNamespace(has_chunks=True)
-    runner = SimpleNamespace(is_draft_worker=True, req_to_token_pool=SimpleNamespace(segment_table=table))
+    runner = SimpleNamespace(is_draft_worker=True, req_to_token_pool=SimpleNamespace(segment_table=table), **CONFIG)
     drafts.follow_prompts(forward_batch, None, batch, runner)
     assert forward_batch.input_ids.tolist() == [51, 52, 902, 903, 904, 13, 11]
     for change in ({"is_draft_worker": False}, {"req_to_token_pool": SimpleNamespace()}):
@@ -88,7 +103,9 @@ def test_a_prefill_reads_the_last_token_that_sglang_has():
     )
     forward_batch = SimpleNamespace(input_ids=torch.tensor([900, 901]))
     pool = SimpleNamespace(segment_table=SimpleNamespace(has_chunks=True))
-    drafts.follow_prompts(forward_batch, None, batch, SimpleNamespace(is_draft_worker=True, req_to_token_pool=pool))
+    drafts.follow_prompts(
+        forward_batch, None, batch, SimpleNamespace(is_draft_worker=True, req_to_token_pool=pool, **CONFIG)
+    )
     assert forward_batch.input_ids.tolist() == [51, 901]
 
 

@@ -253,20 +253,11 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in attention_backends(runner.server_args):
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
-    if not runner.spec_algorithm.is_none():
-        reasons += _unfit_to_draft(runner)
     if num_cross_layers(config):
+        if not runner.spec_algorithm.is_none():
+            reasons.append("--speculative-algorithm with cross-attention: not tested")
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
     return [*reasons, *unfit_layers(runner.model, may_lack_rotation=recurrence is not None)] or _unfit_pools(runner)
-
-
-def _unfit_to_draft(runner: Any) -> list[str]:
-    """Reasons in a model whose tokens are drafted."""
-    properties = {
-        "positions on three axes (M-RoPE)": runner.model_config.model_is_mrope,
-        "cross-attention": num_cross_layers(runner.model_config) > 0,
-    }
-    return [f"--speculative-algorithm with {name}: not tested" for name, applies in properties.items() if applies]
 
 
 def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:

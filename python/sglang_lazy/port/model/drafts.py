@@ -144,9 +144,11 @@ def follow_prompts(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args
     parts, input_ids = [], forward_batch.input_ids
     for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         following = tokens_after(req)
-        known = np.full(length, UNKNOWN) if following is None else np.asarray(following)[start : start + length]
+        known = np.full(length, UNKNOWN) if following is None else np.array(following)[start : start + length]
         parts.append(known)
-    known = to_device(np.concatenate(parts), input_ids.device)
+    tokens = np.concatenate(parts)
+    tokens[tokens >= runner.model_config.vocab_size] = UNKNOWN  # stand for an image, whose embeddings SGLang has
+    known = to_device(tokens, input_ids.device)
     forward_batch.input_ids = torch.where(known == UNKNOWN, input_ids, known.to(input_ids.dtype))
 
 
