@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmark.report.answers import answers
 from benchmark.report.eviction import eviction
 from benchmark.report.host_time import loaded, metered, references, requests, steps
-from benchmark.report.kernels import kernels, window_rows
+from benchmark.report.kernels import kernels, recurrent, window_rows
 from benchmark.report.many import calls, memory, pieces
 from benchmark.report.policies import (
     MEANS,
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
         kind.__name__: kind
         for kind in (phases, loads, transfers, backups, eviction, routing, calls, memory, pieces, loaded)
     },
-    **{kind.__name__: kind for kind in (metered, interference, traces, steps, precomputing, acceptance)},
+    **{kind.__name__: kind for kind in (metered, interference, traces, steps, precomputing, acceptance, recurrent)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

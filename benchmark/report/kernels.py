@@ -4,7 +4,7 @@ import collections
 import json
 from pathlib import Path
 
-from benchmark.report.cells import table
+from benchmark.report.cells import number, table
 
 
 def kernels(sources: list[Path], family: str) -> str:
@@ -41,3 +41,12 @@ def _by_shape(sources: list[Path], family: str) -> dict[str, list[dict]]:
     for row in (row for result in results for row in result["rows"] if row["family"] == family):
         shapes[row["shape"]].append(row)
     return shapes
+
+
+def recurrent(sources: list[Path]) -> str:
+    """What benchmark/kernels/recurrent.py wrote: a request's time in the recurrent layers of a model."""
+    rows = [row for source in sources for row in json.loads(source.read_text(encoding="utf-8"))["rows"]]
+    body = [
+        [row["case"], f"{row['tokens']:,}", number(row["gpu_ms"]["p50"]), number(row["wall_ms"]["p50"])] for row in rows
+    ]
+    return table(["request", "tokens computed", "GPU, ms", "with launches, ms"], body)
