@@ -73,7 +73,7 @@ def test_numbers_and_lists_are_those_of_the_cache(served, shown):
     pinned = {chunk_id(chunk.key.tokens) for chunk in chunks if chunk.pin is not None}
     assert set(titles(shown, "pinned")) == pinned and pinned
     expect(shown.locator("#prompts .strip")).to_have_count(12)
-    evicted = sum(row[1] for row in served.host.tree_cache.store.counts.evicted_lately.rows(time.time()))
+    evicted = sum(row[1] for row in served.host.tree_cache.store.counts.evicted_lately.rows(None, False, time.time()))
     rates = re.compile(rf"^Hit rate: [\d.]+% in the last hour.* {evicted:,} chunks? evicted\.$" if evicted else "rate")
     assert bool(shown.locator("#history .evictions").count()) == bool(evicted)
     expect(shown.locator("#history svg")).to_have_attribute("aria-label", rates)

@@ -108,7 +108,10 @@ def test_evictions_and_hits_of_evicted_chunks(host_size):
     counts = loop.store.counts
     assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (0, 0)
     loop.tree_cache.evict(EvictParams(num_tokens=40))
-    assert [sum(column) for column in zip(*counts.evicted_lately.rows(time.time()), strict=True)][1:] == [2, 8]
+    assert [sum(column) for column in zip(*counts.evicted_lately.rows(None, False, time.time()), strict=True)][1:] == [
+        2,
+        8,
+    ]
     assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (2, 8)  # their texts were evicted too, uncounted
     if host_size:
         assert counts.hits_per_chunk.counts == [0] * 12

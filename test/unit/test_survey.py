@@ -137,6 +137,21 @@ def test_a_tenants_survey_counts_its_own_chunks():
     assert {chunk["cache_salt"] for chunk in found["largest"]} == {None, "a", "b"}
 
 
+def test_a_tenants_survey_counts_its_own_evictions():
+    """Not those of others, from which it could read the lengths of their chunks."""
+    loop = Loop(pool_size=40)
+    for i, tenant in enumerate(["a", "b"]):
+        loop.submit([*[A, B][: i + 1], QUESTION], f"t{i}", cache_salt=tenant)
+    loop.run()
+    loop.tree_cache.evict(EvictParams(num_tokens=40))
+
+    def evicted(**whose):
+        return [row[1:] for row in surveyed(loop, **whose)["evicted"]]
+
+    assert evicted(tenant="a") == [[1, 4]] and evicted(tenant="b") == [[2, 8]]
+    assert evicted(tenant=None) == [] and evicted(everybody=True) == [[3, 12]]
+
+
 def test_surveys_of_several_processes_do_not_disturb_one_another(monkeypatch):
     """Tokenizer workers do not coordinate their surveys."""
     in_pieces_of(monkeypatch, 1)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from sglang_lazy.core import periods
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.periods import PERIODS, SECONDS, merged
 from sglang_lazy.serving import usage
@@ -90,7 +91,7 @@ def test_uses_of_a_chunk():
 @pytest.mark.parametrize(("limit", "value"), [("MAX_PROMPTS", 5), ("MAX_REFERENCES", 10)])
 def test_memory_is_bounded(monkeypatch, limit, value):
     monkeypatch.setattr(usage, limit, value)
-    monkeypatch.setattr(usage, "MAX_TENANTS", 3)
+    monkeypatch.setattr(periods, "MAX_TENANTS", 3)
     used = Usage()
     for i in range(50):
         used.add(shared(f"tenant-{i}"), "block", report(("a", 5, True), ("b", 5, True)), 0, NOW)

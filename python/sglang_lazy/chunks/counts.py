@@ -3,11 +3,11 @@
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import CachedChunk
-from sglang_lazy.core.periods import Sums
+from sglang_lazy.core.periods import SumsByTenant
 from sglang_lazy.core.refusal import REASONS
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -38,7 +38,7 @@ class Counts:
     num_reused_tokens: the kept tokens of the hits.
     num_filled_tokens: tokens that fills computed, including preambles.
     num_evicted_chunks, num_evicted_tokens: chunks and their tokens evicted from the device.
-    evicted_lately: the same over the last hour.
+    evicted_lately: the same over the last hour, by tenant.
     refused: refusals by reason.
     batches: forward passes, by mode and whether chunks were computed or attended to.
     fill_seconds: from forming a fill's first batch until its result is there.
@@ -49,17 +49,17 @@ class Counts:
     def __init__(self) -> None:
         self.num_references = self.num_hits = self.num_reused_tokens = self.num_filled_tokens = 0
         self.num_evicted_chunks = self.num_evicted_tokens = 0
-        self.evicted_lately = Sums()
+        self.evicted_lately = SumsByTenant()
         self.refused = dict.fromkeys(REASONS, 0)
         self.batches = dict.fromkeys(itertools.product(MODES, (False, True)), 0)
         self.fill_seconds, self.wait_seconds = Histogram(SECONDS), Histogram(SECONDS)
         self.hits_per_chunk = Histogram(HITS)
 
-    def evicted(self, num_chunks: int, num_tokens: int) -> None:
-        """KV of chunks has left the device."""
+    def evicted(self, tenant: Hashable, num_chunks: int, num_tokens: int) -> None:
+        """KV of a tenant's chunks has left the device."""
         self.num_evicted_chunks += num_chunks
         self.num_evicted_tokens += num_tokens
-        self.evicted_lately.add((num_chunks, num_tokens), time.time())
+        self.evicted_lately.add(tenant, (num_chunks, num_tokens), time.time())
 
 
 class Share(NamedTuple):

@@ -16,7 +16,7 @@ from sglang_lazy.cache.parts import Watcher
 from sglang_lazy.cache.states import States
 from sglang_lazy.cache.tree import Added, RadixTree
 from sglang_lazy.cache.windows import Windows
-from sglang_lazy.chunks.catalog import CachedChunk, Catalog
+from sglang_lazy.chunks.catalog import CachedChunk, Catalog, tenant_of
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.chunks.deletions import Deletions
 from sglang_lazy.chunks.reports import state_of
@@ -305,7 +305,7 @@ class ChunkStore(Watcher):
 
     def evicted(self, node: Node) -> None:
         if of_chunks(node.namespace):
-            self.counts.evicted(node.id in self._by_node, len(node))
+            self.counts.evicted(tenant_of(node.namespace), node.id in self._by_node, len(node))
 
     def gone(self, node: Node) -> None:
         self.forget(node)

@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import xxhash
@@ -46,7 +46,7 @@ class Namespace(NamedTuple):
         return (self.extra_key or "").removesuffix(self.adapter or "") or None
 
 
-def of_chunks(extra_key: object) -> bool:
+def of_chunks(extra_key: object) -> TypeGuard[Namespace]:
     """Whether this `extra_key` of a node is a namespace of chunks; SGLang's own namespaces are no `Namespace`."""
     return isinstance(extra_key, Namespace) and extra_key.is_chunk
 

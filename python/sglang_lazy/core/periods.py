@@ -1,9 +1,13 @@
 """Sums over the periods of the last hour."""
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 
 SECONDS, PERIODS = 20, 180
 """The length of a period, and the number of periods kept: an hour."""
+MAX_TENANTS = 200
+"""How many tenants' sums are kept, those that were added to last: at most 5 MB."""
+_EVERYBODY = object()
 
 
 class Sums:
@@ -22,6 +26,25 @@ class Sums:
     def rows(self, now: float) -> list[list[int]]:
         """For each period of the last hour, in order: its beginning, seconds since the epoch, and the sums."""
         return [[i * SECONDS, *self._periods[i]] for i in sorted(self._periods) if i > now // SECONDS - PERIODS]
+
+
+class SumsByTenant:
+    """The `Sums` of each tenant, and of all together: a tenant's own tell it nothing of what others do."""
+
+    def __init__(self) -> None:
+        self._sums: OrderedDict[Hashable, Sums] = OrderedDict()
+
+    def add(self, tenant: Hashable, numbers: Sequence[int], now: float) -> None:
+        """As `Sums.add`."""
+        for whose in (tenant, _EVERYBODY):
+            self._sums.setdefault(whose, Sums()).add(numbers, now)
+            self._sums.move_to_end(whose)
+        if len(self._sums) > MAX_TENANTS:
+            self._sums.popitem(last=False)
+
+    def rows(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
+        """As `Sums.rows`, of one tenant or of everybody."""
+        return self._sums.get(_EVERYBODY if everybody else tenant, Sums()).rows(now)
 
 
 def merged(several: Iterable[Sequence[Sequence[int]]]) -> list[list[int]]:

@@ -68,7 +68,7 @@ class ChunkControl:
 
     def survey(self, starts: Mapping[int, int] | None, tenant: str | None, everybody: bool) -> dict[str, Any]:
         """A piece of a survey; see `survey_chunks`. The first one also has the `memory` of device and host (tokens:
-        `size` and `free`), what was `evicted` in the last hour (rows of `Sums`: chunks and tokens), and, among
+        `size` and `free`), what was `evicted` of it in the last hour (rows of `Sums`: chunks and tokens), and, among
         `chunks`, the number of `pending` and `fetching` ones.
         """
         if (start := self._start(starts)) is None:
@@ -87,7 +87,7 @@ class ChunkControl:
                 "device": {"size": device.size, "free": device.available_size()},
                 "host": None if host is None else {"size": host.memory.slots.size, "free": host.memory.slots.num_free},
             }
-            found["evicted"] = self.store.counts.evicted_lately.rows(time.time())
+            found["evicted"] = self.store.counts.evicted_lately.rows(tenant, everybody, time.time())
         return found
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:

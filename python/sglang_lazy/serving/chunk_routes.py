@@ -215,7 +215,7 @@ async def survey(frontend: Process, tenant: Tenant, everybody: Everybody) -> dic
     pending, fetching: chunks that are being computed, or fetched from storage.
     hottest, largest, pinned: up to 10 chunks each, as `list_chunks` shows them.
     history: see `Usage.history`.
-    evicted: for each period of the last hour in which chunks of any tenant left the device to make room, its beginning,
+    evicted: for each period of the last hour in which the caller's chunks left the device to make room, its beginning,
         and how many chunks and tokens.
     prompts: the last 12, newest first: `{"time", "link", "cache_salt", "num_chunks", "chunks": [{"id", "tokens",
         "hit"}]}`, where `chunks` has the first 40.

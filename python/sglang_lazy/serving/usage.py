@@ -1,19 +1,18 @@
 """The most recent prompts and their chunks, as seen by the HTTP process, and their history for the page `/lazy`."""
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.core.periods import Sums
+from sglang_lazy.core.periods import SumsByTenant
 
-MAX_PROMPTS, MAX_REFERENCES, MAX_TENANTS = 1000, 50_000, 200
-"""How many prompts, chunks in these prompts, and tenants to remember: at most 10 MB."""
+MAX_PROMPTS, MAX_REFERENCES = 1000, 50_000
+"""How many prompts, and chunks in these prompts, to remember: at most 10 MB."""
 SHOWN_PROMPTS, SHOWN_CHUNKS = 12, 40
 """How many prompts a list shows, and how many chunks of each."""
-_EVERYBODY = object()
 
 
 class Prompt(NamedTuple):
@@ -47,7 +46,7 @@ class Usage:
     def __init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
         self._num_references = 0
-        self._sums: OrderedDict[Hashable, Sums] = OrderedDict()
+        self._sums = SumsByTenant()
 
     def add(
         self,
@@ -70,16 +69,12 @@ class Usage:
         while len(self._prompts) > MAX_PROMPTS or self._num_references > MAX_REFERENCES:
             self._num_references -= len(self._prompts.popleft().chunks)
         numbers = (1, len(used), sum(hit for _, _, hit in used), sum(tokens for _, tokens, _ in used), num_reused)
-        for whose in (tenant_of(namespace), _EVERYBODY):
-            self._sums.setdefault(whose, Sums()).add(numbers, now)
-            self._sums.move_to_end(whose)
-        if len(self._sums) > MAX_TENANTS:
-            self._sums.popitem(last=False)
+        self._sums.add(tenant_of(namespace), numbers, now)
 
     def history(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
         """For each period of the last hour with prompts with chunks, in order: its beginning, seconds since the epoch;
         the numbers of prompts, of chunks in them, of cached chunks, of chunk tokens and of reused chunk tokens."""
-        return self._sums.get(_EVERYBODY if everybody else tenant, Sums()).rows(now)
+        return self._sums.rows(tenant, everybody, now)
 
     def last(self, tenant: Hashable, everybody: bool) -> list[dict[str, Any]]:
         """The last prompts, newest first."""

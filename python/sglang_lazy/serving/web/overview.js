@@ -102,11 +102,10 @@ function showHistory(history, evicted) {
     drawn.push(element("circle", {class: "dot", cx: middle, cy: rate, r: radius}));
   }
   drawn.push(element("path", {class: "rate", d: line}));
-  const others = $("all").checked ? "" : ", of all tenants";
   const bands = [
     ["chunks in prompts", history, ([, , references, hits]) => [["hits", hits], ["misses", references - hits]]],
     ["chunk tokens reused", history, ([, , , , , reused]) => [["hits", reused]]],
-    [`chunks evicted${others}`, evicted, ([, chunks]) => [["evictions", chunks]]],
+    ["chunks evicted", evicted, ([, chunks]) => [["evictions", chunks]]],
   ];
   bands.forEach(([name, rows, parts], i) => {
     const foot = base + step * (i + 1), total = row => parts(row).reduce((sum, [, number]) => sum + number, 0);
