@@ -8,7 +8,7 @@ from served import TWO_RANKS
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from test_oracle_matrix import GROUPS, Served, reuse
 
-from fakes import speculation_on_cpu
+from fakes import speculation_on_cpu, streams
 from oracle.models import MODELS
 from oracle.models.build import build
 from oracle.models.drafts import build_draft
@@ -107,6 +107,29 @@ def test_whole_chains_are_accepted_and_none(served):
     served.flush()
     longest = len(served.histograms[0]) - 1
     assert served.accepted() >= ({0, longest} if served.is_standalone else {0})
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
+def test_chunks_from_the_host(algorithm, model_dir, with_plugin):
+    """A draft's KV comes back with the chunk's, and before the draft reads it: as many drafts are accepted as before.
+    Copies are as late as a GPU allows."""
+    tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 32.0, "max_total_tokens": 1024}
+    with with_plugin(speculation_on_cpu.load), with_plugin(streams.load):
+        served = Speculating(algorithm, "llama", model_dir, **tiers)
+    try:
+        dice, accepted = Dice("from the host"), []
+        prompt = [dice.text(6), *(dice.chunk(length) for length in (40, 25, 60)), dice.text(9)]
+        for number in range(3):
+            (output,) = served.answer(prompt)
+            accepted.append(output["meta_info"]["spec_correct_drafts_histogram"])
+            assert (output["meta_info"]["cached_tokens_details"] or {}).get("host", 0) == (125 if number else 0)
+            served.answer(*([dice.text(240)] for _ in range(4)))  # which the pool has no room for beside the chunks
+        assert accepted[1:] == accepted[:1] * 2
+        for names in GROUPS[:2]:
+            assert any(hit for _, hit in reuse(served.play(names)))
+        served.flush()
+    finally:
+        served.engine.shutdown()
 
 
 def test_layers_with_windows(model_dir, with_plugin):

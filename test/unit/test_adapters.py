@@ -247,7 +247,7 @@ def test_any_change_to_an_adapter_changes_its_identity():
     assert adapter_identity(adapter()) == adapter_identity(adapter())
     assert len({adapter_identity(one) for one in (adapter(), *others)}) == 5
     runner = SimpleNamespace(lora_manager=SimpleNamespace(loras={"id": adapter()}))
-    assert identity_of(runner, "id") == adapter_identity(adapter()) and identity_of(runner, "other") is None
+    assert identity_of([runner], "id") == adapter_identity(adapter()) and identity_of([runner], "other") is None
 
 
 def test_a_server_with_adapters_finds_what_one_without_has_stored():

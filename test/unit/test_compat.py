@@ -131,7 +131,6 @@ UNFIT_TO_DRAFT = [
     ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, "--speculative-num-draft-tokens 12"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"speculative_adaptive": True}, "--speculative-adaptive"),
-    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
     ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
     ({"enable_lora": True}, "LoRA"),
     ({"lora_paths": ["a"]}, "LoRA"),
@@ -212,6 +211,7 @@ def test_full_prefill_graphs_do_not_fit_without_a_host_tier_either():
 
 
 WITH_STATES = {
+    "enable_hierarchical_cache": False,
     "mamba_radix_cache_strategy": "no_buffer",
     "disable_overlap_schedule": True,
     "enable_mixed_chunk": False,
@@ -276,6 +276,15 @@ def test_gated_delta_rules_fit_drafts(algorithm, fits):
     config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
     given = recurrent.unfit_states(Args(**{**WITH_STATES, "speculative_algorithm": algorithm}), config)
     assert fits == (given == [])
+
+
+def test_drafts_and_a_host_tier_with_recurrent_layers():
+    """Each is served, both are not."""
+    config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
+    flags = {**WITH_STATES, "enable_hierarchical_cache": True}
+    assert recurrent.unfit_states(Args(**flags), config) == []
+    (given,) = recurrent.unfit_states(Args(**{**flags, "speculative_algorithm": "EAGLE"}), config)
+    assert "--enable-hierarchical-cache" in given
 
 
 @pytest.mark.parametrize("strategy, share", [("no_buffer", 0.2), ("extra_buffer", 0)])

@@ -35,7 +35,7 @@ def connected(monkeypatch):
             model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict)),
             kv_cache_dtype="bf16",
         )
-        storage = connect.connect_storage(store, tree.host, lambda numbers: numbers, runner, has_metrics=False)
+        storage = connect.connect_storage(store, tree.host, lambda numbers: numbers, [runner], has_metrics=False)
         tree.watchers.each.append(storage)
         return tree, store, storage
 

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
@@ -116,9 +117,29 @@ def test_a_model_that_the_link_path_cannot_serve_reads_chunks_as_they_are(monkey
     """SGLang's attention stays, and the log says why."""
     monkeypatch.setattr(drafts, "unfit_layers", lambda *_, **__: ["no rotation"])
     given = table()
-    runner = SimpleNamespace(model=None, req_to_token_pool=SimpleNamespace(segment_table=given))
+    runner = SimpleNamespace(
+        model=None, req_to_token_pool=SimpleNamespace(segment_table=given), token_to_kv_pool=SimpleNamespace()
+    )
     drafts.read_chunks(None, SimpleNamespace(draft_runner=runner))
-    assert given.model.draft is None and "fewer are accepted: no rotation" in caplog.text
+    assert given.drafter is runner and given.model.draft is None and "fewer are accepted: no rotation" in caplog.text
+
+
+def test_window_layers_of_a_draft_with_a_host_tier():
+    """It copies slots of one numbering."""
+    flags = SimpleNamespace(enable_hierarchical_cache=True)
+    pools = {
+        "req_to_token_pool": SimpleNamespace(segment_table=table()),
+        "token_to_kv_pool": SWAKVPool.__new__(SWAKVPool),
+    }
+    with pytest.raises(ValueError, match="--enable-hierarchical-cache"):
+        drafts.read_chunks(None, SimpleNamespace(draft_runner=SimpleNamespace(server_args=flags, **pools)))
+
+
+def test_sglangs_host_tier_takes_drafts_where_there_is_one():
+    taken = []
+    for cache in (SimpleNamespace(cache_controller=None), SimpleNamespace(cache_controller=object())):
+        drafts.copy_to_host(lambda **given: taken.append(given), tree_cache=cache, draft_plan="plan")
+    assert taken == [{"tree_cache": cache, "draft_plan": "plan"}]
 
 
 def table():

@@ -338,6 +338,15 @@ def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
     assert len({identity(), *others}) == 1 + len(others)
 
 
+def test_the_draft_is_part_of_the_identity():
+    """Stored chunks hold its KV."""
+    layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+    runners = [runner_of(layer) for layer in layers]
+    drafts = [[], [runners[1]], [runners[2]]]
+    assert len({identities.identity_of([runners[0], *draft], None) for draft in drafts}) == len(drafts)
+    assert identities.identity_of(runners[:2], None) == identities.identity_of(runners[:2], None)
+
+
 def test_scales_of_bitsandbytes_are_part_of_the_identity():
     """Its scales, and the scales of these, are attributes of the weights instead of parameters."""
 

@@ -41,6 +41,7 @@ class SegmentTable:
     last_layer: the layer whose keys end the current pass, or None if it runs the whole model.
     loads: what loads chunks from the host, which attention waits for; None without a host tier.
     recurrent: the recurrent layers of the model; None if it has none.
+    drafter: SGLang's runner of the model that drafts, if it has KV of its own, in the same slots; None without one.
     workspaces: of decode, by plan: one for all passes that have it, the model's and its draft's.
     """
 
@@ -71,6 +72,7 @@ class SegmentTable:
         self.last_layer: int | None = None
         self.loads: Any = None
         self.recurrent: Any = None
+        self.drafter: Any = None
         self.workspaces: dict[DecodePlan, torch.Tensor] = {}
         self.linked_rows: set[int] = set()
 

@@ -31,6 +31,7 @@ STEPS = {
             for phase in ("", "Extend")
             for method in ("capture_one_shape", "_make_graph_key")
         ),
+        "kv_cache_builder.maybe_register_hicache_draft",
         "Scheduler.init_request_dispatcher",
         "Scheduler.__init__",
     ),

@@ -1,7 +1,7 @@
 """Connect the storage backend that SGLang's flags name."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
@@ -23,21 +23,25 @@ MAX_WAIT = 30.0
 
 
 def connect_storage(
-    store: ChunkStore, host: HostKV, agree: Callable[[list[int]], list[int]], runner: Any, has_metrics: bool
+    store: ChunkStore,
+    host: HostKV,
+    agree: Callable[[list[int]], list[int]],
+    runners: Sequence[Any],
+    has_metrics: bool,
 ) -> ChunkStorage:
     """The storage below `host`, which the caller has tell it of copies.
 
-    agree: see `ChunkStorage`.  runner: the `ModelRunner`.
+    agree: see `ChunkStorage`.  runners: the `ModelRunner`, and that of a draft.
     Raises ValueError if the backend's own configuration is wrong, and whatever the backend raises.
     """
-    flags, token_bytes = flags_of(runner.server_args), host.memory.token_bytes
+    flags, token_bytes = flags_of(runners[0].server_args), host.memory.token_bytes
     patience, extra = _extra_config(flags)
     report = StorageReport(token_bytes)
     if has_metrics:
         labels = {"storage_backend": flags.hicache_storage_backend, **_ranks(), **(flags.extra_metric_labels or {})}
         report = measured_storage(token_bytes, labels)
     objects = ChunkObjects(_backend(flags.hicache_storage_backend, extra), host.memory)
-    return ChunkStorage(store, host, objects, lambda adapter: identity_of(runner, adapter), agree, report, patience)
+    return ChunkStorage(store, host, objects, lambda adapter: identity_of(runners, adapter), agree, report, patience)
 
 
 def _ranks() -> dict[str, int]:

@@ -66,16 +66,19 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         cache.events = BlockEvents()
         tree.parts += (cache.events,)
     if context.enable_hierarchical_cache:
-        kv = slots.get_kvcache() if pool is None else pool.kv
+        pools = [slots.get_kvcache() if pool is None else pool.kv]
+        if table.drafter is not None:
+            pools.append(table.drafter.token_to_kv_pool)
         collector = plain.metrics_collector
         report = HostReport() if collector is None else measured_host(collector)
         of_states = None if table.recurrent is None else table.recurrent.pool
-        cache.tiers = trees.copying = tiers = Tiers(store, kv, order, share, params, report, of_states)
+        cache.tiers = trees.copying = tiers = Tiers(store, pools, order, share, params, report, of_states)
         table.loads = tiers.transfers
         if cache.events is not None and pool is None:
             tiers.watchers.each.append(cache.events)
         if get_memory().hicache_storage_backend is not None:
-            tiers.connect(connect_storage(store, tiers.host, tiers.agree, runner, params.enable_metrics))
+            runners = [runner] if table.drafter is None else [runner, table.drafter]
+            tiers.connect(connect_storage(store, tiers.host, tiers.agree, runners, params.enable_metrics))
     return cache
 
 

@@ -34,27 +34,27 @@ class Tiers:
     def __init__(
         self,
         store: ChunkStore,
-        kv: Any,
+        pools: Sequence[Any],
         order: Order,
         share: float,
         params: Any,
         report: HostReport,
-        pool: StatePool | None = None,
+        states_pool: StatePool | None = None,
     ):
         """Attach a host tier to `store`.
 
-        kv: SGLang's pool of the device.  order: of eviction.  params: SGLang's, of a cache.
-        share: of the host memory that SGLang's flags give.  pool: of states; the host has as many of them for its KV
-            as the device.
+        pools: SGLang's of the device: the model's, and that of a draft, whose layers are loaded after the model's.
+        order: of eviction.  share: of the host memory that SGLang's flags give.  params: SGLang's, of a cache.
+        states_pool: of states; the host has as many of them for its KV as the device.
         """
-        layers = _buffers(kv)
+        layers = [layer for pool in pools for layer in _buffers(pool)]
         states, state_bytes = None, 0.0  # of states, for each slot of KV
-        if store.states is not None and pool is not None:
-            state_bytes = pool.slot_bytes * pool.size / store.device.size
+        if store.states is not None and states_pool is not None:
+            state_bytes = states_pool.slot_bytes * states_pool.size / store.device.size
         memory = HostMemory(layers, _num_slots(layers, store.device.size, share, state_bytes))
-        if store.states is not None and pool is not None:
-            num_states = max(1, memory.slots.size * pool.size // store.device.size)
-            states = HostStates(store.states, HostMemory(pool.layers, num_states))
+        if store.states is not None and states_pool is not None:
+            num_states = max(1, memory.slots.size * states_pool.size // store.device.size)
+            states = HostStates(store.states, HostMemory(states_pool.layers, num_states))
         self.agree = smallest_among(params)
         self.report, self.watchers = report, Watchers(report)
         self.transfers = Transfers(memory, states=None if states is None else states.memory)

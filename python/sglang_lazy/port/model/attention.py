@@ -193,7 +193,7 @@ class LinkAttention(AttentionBackend):
             raise NotImplementedError(
                 f"linked attention does not support {unknown}, which layer {layer.layer_id} passes"
             )
-        if (loads := self.link_table.loads) is not None:
+        if (loads := self.link_table.loads) is not None and self.link_model is self.link_table.model:
             loads.wait(layer.layer_id)
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)

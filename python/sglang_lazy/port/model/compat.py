@@ -171,9 +171,6 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM: segments would be read on another stream": (
             envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
         ),
-        "--speculative-algorithm with --enable-hierarchical-cache: copies on the host lack the draft's KV": (
-            flags.enable_hierarchical_cache
-        ),
         "--speculative-algorithm with --enable-mixed-chunk: such a step verifies nothing": flags.enable_mixed_chunk,
         "--speculative-algorithm with LoRA: not tested": bool(flags.enable_lora or flags.lora_paths),
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.table import SegmentTable, table_of
@@ -17,6 +18,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.state import as_linked, fill_of, linked
+from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import LinkAttention, with_link_path
@@ -87,11 +89,14 @@ class LinkSteps:
 
 def read_chunks(_result: Any, worker: Any) -> None:
     """After `EagleDraftWorker.init_attention_backend`: give the attention of its passes the link path, if the model is
-    fit for it."""
+    fit for it. Raises ValueError if the host cannot keep its KV, which is a part of each chunk's."""
     runner = worker.draft_runner
     table = table_of(runner.req_to_token_pool)
     if table is None:
         return
+    if isinstance(runner.token_to_kv_pool, SWAKVPool) and flags_of(runner.server_args).enable_hierarchical_cache:
+        raise ValueError("--enable-hierarchical-cache: window layers of the model that drafts have a pool of their own")
+    table.drafter = runner
     try:
         model = describe_draft(runner)
     except Unfit as error:
@@ -129,6 +134,8 @@ def extend_drafts(extend: Callable, worker: Any, batch: Any, *args: Any, **kwarg
     table = table_of(runner.req_to_token_pool)
     if table is None or not involves_chunks(batch, table):
         return extend(worker, batch, *args, **kwargs)
+    if table.loads is not None:
+        table.loads.wait_all()  # the draft's layers are the last that are loaded, so its passes wait for nothing else
     with table.running(linked_batch(batch, worker.target_worker.model_runner, table)):
         return extend(worker, batch, *args, **kwargs)
 
@@ -169,6 +176,12 @@ def tokens_after(req: Any) -> array | None:
     return as_linked(req).row.permuted(tokens[1:] + array("q", [UNKNOWN]))
 
 
+def copy_to_host(register: Callable, *, tree_cache: Any, draft_plan: Any) -> None:
+    """Around `maybe_register_hicache_draft`, which has SGLang's host tier copy the draft's KV: it may be off."""
+    if tree_cache.cache_controller is not None:
+        register(tree_cache=tree_cache, draft_plan=draft_plan)
+
+
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 HOOKS = (
     feature(f"{_WORKER}.init_attention_backend", read_chunks, "AFTER", "drafts read chunks rotated to their places"),
@@ -177,6 +190,12 @@ HOOKS = (
         extend_drafts,
         "AROUND",
         "passes that compute the KV of drafts know the linked rows of their batch",
+    ),
+    feature(
+        "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+        copy_to_host,
+        "AROUND",
+        "servers that draft have a host tier for chunks only",
     ),
     feature(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",

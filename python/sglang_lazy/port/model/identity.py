@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by element size in bytes."""
 
 
-def identity_of(runner: Any, adapter: str | None) -> bytes | None:
-    """SHA-256 of a `ModelRunner`'s model, or of the LoRA adapter with this id; None if it is not loaded."""
+def identity_of(runners: Sequence[Any], adapter: str | None) -> bytes | None:
+    """SHA-256 of the model of a `ModelRunner`, with that of the draft's if there is one, or of the LoRA adapter with
+    this id; None if it is not loaded."""
     if adapter is None:
-        return model_identity(runner)
-    loaded = runner.lora_manager.loras.get(adapter)
+        first, *drafts = map(model_identity, runners)
+        return hashlib.sha256(first + b"".join(drafts)).digest() if drafts else first
+    loaded = runners[0].lora_manager.loras.get(adapter)
     return None if loaded is None else adapter_identity(loaded)
 
 

@@ -120,6 +120,9 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         "--hicache-storage-backend with recurrent layers: storage keeps no states": (
             flags.hicache_storage_backend is not None
         ),
+        "--speculative-algorithm and --enable-hierarchical-cache with recurrent layers: not tested together": (
+            flags.speculative_algorithm is not None and flags.enable_hierarchical_cache
+        ),
         "--speculative-algorithm with recurrent layers: tested with gated delta rules and EAGLE or NEXTN alone": (
             flags.speculative_algorithm not in (None, "EAGLE")
             or (flags.speculative_algorithm is not None and hybrid_gdn_config(config) is None)
