@@ -97,10 +97,11 @@ def store(mooncake, tmp_path):
 
 
 def test_two_servers_share_what_they_store(store, tiny_model, tmp_path):
-    """Then one of them is killed, and finally the store."""
+    """Then one of them is killed, and finally the store. The survivor waits for its reads, however slow they are."""
     dice = Dice("mooncake")
     first, second = ([dice.chunk(length) for length in LENS] for _ in range(2))
-    with started(tiny_model, tmp_path, tmp_path, *store.flags) as survivor:
+    wait = ["--hicache-storage-prefetch-policy", "wait_complete"]
+    with started(tiny_model, tmp_path, tmp_path, *store.flags, *wait) as survivor:
         with started(tiny_model, tmp_path, tmp_path, *store.flags) as killed:  # it gets a SIGKILL below
             killed.answer(prompt_of(dice, first))
             assert wait_for(lambda: killed.state()["stored"] == len(LENS))
