@@ -3,17 +3,16 @@
 Nodes only on the host are below those on the device; none has a copy whose parent has none.
 """
 
-import contextlib
 import itertools
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
 from sglang_lazy.cache.copies import Copies
 from sglang_lazy.cache.device import Device
 from sglang_lazy.cache.eviction import EvictionHeap
-from sglang_lazy.cache.host_copy import HostCopy, HostWatcher, Transfer
+from sglang_lazy.cache.host_copy import HostCopy, HostWatcher, Transfer, above_kept
 from sglang_lazy.cache.host_memory import HostMemory, Piece
 from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import Node, Order
@@ -194,20 +193,10 @@ class HostKV(Part):
         What stands before `to_load` keeps its slots."""
         if self.states is None or not count:
             return []
-        with self._above_kept(to_load):
+        with above_kept(self._tree, to_load):
             if sum(map(len, to_load)) > self._device.available_size() + self._device.evictable_size():
                 return None
             return self.states.states.for_loading(count)
-
-    @contextlib.contextmanager
-    def _above_kept(self, to_load: Sequence[Node]) -> Iterator[None]:
-        """A context in which what stands before `to_load` on the device is not evicted."""
-        above = dict.fromkeys(node.parent for node in to_load if node.parent.slots is not None)
-        for node in above:
-            self._tree.lock(node)
-        yield
-        for node in above:
-            self._tree.unlock(node)
 
     def _room_for(self, to_load: Sequence[Node]) -> list[Piece] | None:
         """Slots of both sides for nodes, in their order. What stands before them keeps its slots on the device.
@@ -232,7 +221,7 @@ class HostKV(Part):
         slots, known = torch.empty(0, dtype=torch.int64, device=self.memory.device), None
         if num_lacking <= 0:
             return slots, known
-        with self._above_kept(to_load):
+        with above_kept(self._tree, to_load):
             if num_lacking <= self._device.evictable_size():
                 with self._known.leaving() as numbers:
                     slots = self._device.take(num_lacking)

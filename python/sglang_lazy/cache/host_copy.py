@@ -1,9 +1,13 @@
 """The copy of a node in host memory, the transfers that make and read copies."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.transfers import Ticket
+from sglang_lazy.cache.tree import RadixTree
 
 
 class HostCopy:
@@ -76,3 +80,14 @@ class Watchers(HostWatcher):
     def gave_up(self, num_tokens: int) -> None:
         for watcher in self.each:
             watcher.gave_up(num_tokens)
+
+
+@contextlib.contextmanager
+def above_kept(tree: RadixTree, nodes: Sequence[Node]) -> Iterator[None]:
+    """A context in which what stands before `nodes` on the device is not evicted."""
+    above = dict.fromkeys(node.parent for node in nodes if node.parent.slots is not None)
+    for node in above:
+        tree.lock(node)
+    yield
+    for node in above:
+        tree.unlock(node)
