@@ -216,7 +216,8 @@ def test_why_a_chunk_was_not_cached(server, shown):
 
 
 def test_the_page_works_from_the_keyboard(server, shown):
-    (listed,) = ask(server, RIVERS)
+    for _ in range(2):  # chunks without hits are in no list
+        (listed,) = ask(server, RIVERS)
     expect(shown.locator("#hottest button").first).to_be_visible()
     for block, keys in (
         (shown.locator("#prompts .strip button").first, "Enter"),

@@ -52,6 +52,6 @@ HOOKS = (
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         with_paths,
         "AFTER",
-        "batches with chunks verify chains of what answers say again",
+        "batches with chunks verify chains that were found in earlier answers",
     ),
 )
