@@ -1,8 +1,10 @@
 """Models with recurrent layers, on a CPU with PyTorch for their kernels: all ways of reusing chunks against the oracle,
 whose recurrence goes token by token. LAZY_ALL_MODELS=1 tries all models, not only core ones."""
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -106,15 +108,21 @@ def on_one_worker(name: str):
     return pytest.param(name, marks=pytest.mark.xdist_group(f"{name} chunks"))
 
 
+@contextlib.contextmanager
+def serving(name: str, model_dir, with_plugin, **options) -> Iterator[Served]:
+    with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
+        for variable, value in hybrids_on_cpu.ENVIRONMENT.items():
+            environment.setenv(variable, value)
+        served = Served(name, model_dir, **options)
+    yield served
+    served.engine.shutdown()
+
+
 @pytest.fixture(scope="module", params=map(on_one_worker, NAMES))
 def served(request, model_dir, with_plugin):
     options = {"chunked_prefill_size": 64} if request.param in IN_PARTS else {}
-    with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
-        for name, value in hybrids_on_cpu.ENVIRONMENT.items():
-            environment.setenv(name, value)
-        served = Served(request.param, model_dir, **options)
-    yield served
-    served.engine.shutdown()
+    with serving(request.param, model_dir, with_plugin, **options) as served:
+        yield served
 
 
 def test_cold_warm_reordered_and_between_text(served):
@@ -149,17 +157,11 @@ def test_scenarios(served):
     served.play(list(SCENARIOS))
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "falcon-h1"])
+@pytest.fixture(scope="module", params=[name for name in ("qwen3.5", "falcon-h1") if name in NAMES])
 def with_host(request, model_dir, with_plugin):
-    if request.param not in NAMES:
-        pytest.skip("not among the models that are tested")
     tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "max_total_tokens": 400}
-    with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
-        for name, value in hybrids_on_cpu.ENVIRONMENT.items():
-            environment.setenv(name, value)
-        served = Served(request.param, model_dir, **tiers)
-    yield served
-    served.engine.shutdown()
+    with serving(request.param, model_dir, with_plugin, **tiers) as served:
+        yield served
 
 
 def test_states_come_back_from_the_host(with_host):
