@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from oracle.adapters import random_adapter
-from sglang_lazy.port.serving.fields import INTERNAL_PARAMS, SERVER_FIELDS
+from sglang_lazy.serving.fields import INTERNAL_PARAMS, SERVER_FIELDS
 from sglang_lazy.testing import device_flags, log_tail, running_server
 
 pytestmark = pytest.mark.slow  # starts a server

@@ -1,7 +1,6 @@
 """Which fields clients may send: those of each route, none that only the server sets, none that misspell ours."""
 
 import dataclasses
-import types
 
 import msgspec
 import pytest
@@ -12,8 +11,15 @@ from sglang.srt.entrypoints.openai import protocol as openai
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.port.serving.fields import INTERNAL_PARAMS, SERVER_FIELDS, refuse_server_fields
-from sglang_lazy.serving.fields import FIELDS, check_fields, nearest
+from sglang_lazy.port.serving.malformed import DEFAULTS
+from sglang_lazy.serving.fields import (
+    FIELDS,
+    INTERNAL_PARAMS,
+    SERVER_FIELDS,
+    check_fields,
+    nearest,
+    refuse_server_fields,
+)
 
 CLIENTS_FIELDS = """
 audio_data background cache_salt conversation_id custom_labels custom_logit_processor data_parallel_rank dimensions
@@ -33,7 +39,6 @@ spaces_between_special_tokens stop stop_regex stop_token_ids stream_interval str
 watermark
 """
 OF_CLIENTS, PARAMS_OF_CLIENTS = set(CLIENTS_FIELDS.split()), set(CLIENTS_PARAMS.split())
-PLAIN = types.SimpleNamespace(disaggregation_mode="null")
 KNOWN = frozenset(("text", "link", "cache_salt", "chunk_separator", "stream"))
 
 
@@ -49,19 +54,17 @@ def test_it_is_decided_for_every_field_who_may_set_it():
 def test_the_server_s_fields_are_refused(name):
     for value in ("x", 0, True, [None]):
         with pytest.raises(ValueError, match=f"{name} is set by the server, not by clients: {SERVER_FIELDS[name]}"):
-            refuse_server_fields({"text": "a", name: value}, PLAIN)
+            refuse_server_fields({"text": "a", name: value}, DEFAULTS, has_router=False)
     default = {field.name: field.default for kind in (EmbeddingReqInput, GenerateReqInput)
                for field in dataclasses.fields(kind)}[name]  # fmt: skip
     for value in (None, default):
-        refuse_server_fields({"text": "a", name: value}, PLAIN)
+        refuse_server_fields({"text": "a", name: value}, DEFAULTS, has_router=False)
 
 
 def test_a_disaggregated_server_s_router_names_peers():
-    for mode in ("prefill", "decode"):
-        disaggregated = types.SimpleNamespace(disaggregation_mode=mode)
-        refuse_server_fields({"bootstrap_host": "h", "bootstrap_room": 5}, disaggregated)
-        with pytest.raises(ValueError, match="lora_id"):
-            refuse_server_fields({"bootstrap_host": "h", "lora_id": "x"}, disaggregated)
+    refuse_server_fields({"bootstrap_host": "h", "bootstrap_room": 5}, DEFAULTS, has_router=True)
+    with pytest.raises(ValueError, match="lora_id"):
+        refuse_server_fields({"bootstrap_host": "h", "lora_id": "x"}, DEFAULTS, has_router=True)
 
 
 @pytest.mark.parametrize(

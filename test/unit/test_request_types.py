@@ -7,8 +7,8 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.port.serving.fields import INTERNAL_PARAMS, convert_request, convert_sampling_params
-from sglang_lazy.port.serving.malformed import check_lists
+from sglang_lazy.port.serving.malformed import check_lists, convert_request, convert_sampling_params
+from sglang_lazy.serving.fields import INTERNAL_PARAMS
 
 
 def test_sampling_parameters_get_the_types_that_sglang_declares():

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.serving.fields import convert_request
+from sglang_lazy.port.serving.malformed import convert_request
 from sglang_lazy.port.serving.tokenizer_manager import take_salt, to_scheduler
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.salts import check_cache_salt, salt_of

@@ -1,11 +1,12 @@
 """Values of requests' fields, converted to the types that a class declares for them, or refused by name."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, get_args, get_type_hints
 
 import msgspec
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 
@@ -69,6 +70,16 @@ class Parameters:
                 _check_ints(f"{what}: {name}", value, 64 if name in self._wide else 32)
             converted[name] = value
         return converted
+
+
+@functools.cache
+def field_names(kind: Any) -> frozenset[str]:
+    """The names of the fields of a dataclass, a pydantic model or a struct."""
+    if issubclass(kind, BaseModel):
+        return frozenset(kind.model_fields)
+    if issubclass(kind, msgspec.Struct):
+        return frozenset(kind.__struct_fields__)
+    return frozenset(field.name for field in dataclasses.fields(kind))
 
 
 def types_of(struct: type[msgspec.Struct]) -> dict[str, Any]:

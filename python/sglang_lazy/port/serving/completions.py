@@ -8,7 +8,7 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.serving import frontend
-from sglang_lazy.port.serving.malformed import reading
+from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.text import check_separator, segments_in
 from sglang_lazy.serving.validation import taking_chunks
 

@@ -19,8 +19,7 @@ from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest
-from sglang_lazy.port.serving.fields import check_body, convert_sampling_params
-from sglang_lazy.port.serving.malformed import REFUSING, refuse_invalid
+from sglang_lazy.port.serving.malformed import REFUSING, check_body, convert_sampling_params, refuse_invalid
 from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused, converting_ahead
 from sglang_lazy.port.serving.responses import ResponsesRequest, cancel, retrieve, take_ids
 from sglang_lazy.port.serving.usage import extend_protocol

@@ -1,62 +1,102 @@
 """Refuse with a 400 malformed requests that SGLang would answer with a 500, or that would crash its scheduler; and on
-routes that take no chunks, fields of ours, which they would ignore."""
+routes that take no chunks, fields of ours, which they would ignore.
 
-import contextlib
+SGLang checks ranges but not types, and values of other types end its scheduler or detokenizer. Types are read from
+SGLang's own classes, so a field that a later release adds is converted as well.
+"""
+
+import dataclasses
 import functools
-import logging
-import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import ORJSONResponse, StreamingResponse
-from pydantic import ValidationError
+from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.port.hooks import repair
-from sglang_lazy.port.serving.fields import check_body, convert_request
-from sglang_lazy.serving.validation import the_one, told
+from sglang_lazy.serving import fields, malformed
+from sglang_lazy.serving.conversion import Fields, Parameters, field_names, types_of
+from sglang_lazy.serving.malformed import reading
+from sglang_lazy.serving.validation import the_one
 
-_READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
-_ONE_FOR_EACH_PROMPT = (
-    "rid",
-    "sampling_params",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "return_sampling_mask",
-    "return_hidden_states",
-    "lora_path",
-    "custom_logit_processor",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "decode_tp_size",
+_PROMPT = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data"}
+"""Fields that are not converted: they may be long, and are read before a request leaves this process."""
+_OWN_CHECKS = _PROMPT | {"sampling_params", "session_params"}
+"""Fields that are checked elsewhere."""
+DEFAULTS = {
+    field.name: field.default
+    for kind in (EmbeddingReqInput, GenerateReqInput)
+    for field in dataclasses.fields(kind)
+    if field.name in fields.SERVER_FIELDS
+}
+"""Of the fields that only the server sets."""
+_SESSION = Parameters(types_of(SessionParams))
+_SAMPLING = Parameters(
+    {
+        **{name: kind for name, kind in types_of(SamplingParams).items() if name not in fields.INTERNAL_PARAMS},
+        "stop_token_ids": list[int | None] | None,  # SGLang skips nulls
+        "custom_params": dict | None,  # may hold anything, since SGLang's processes exchange pickles by default
+    },
+    wide=("sampling_seed",),
+    free=("custom_params",),
 )
-"""Fields that may be lists only in batches of prompts."""
-MAX_SAMPLES = 16_384
-"""Limit on the samples of all prompts of a request, if n > 1."""
-MIN_PENALTY, MAX_BIAS = 1e-6, 1e6
-_logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """A context that turns Python's errors while a request is read into ValueError, which APIs answer with a 400.
+def convert_request(obj: Any) -> None:
+    """Convert the fields of a `GenerateReqInput` or `EmbeddingReqInput` in place.
 
-    Before a request is sent to a scheduler, errors should be the request's fault; if not, the traceback is in the log.
+    Raises ValueError, naming the field, for a value of another type, a number of more than 64 bits, and a name that is
+    not printable.
     """
-    try:
-        yield
-    except ValidationError as error:
-        raise ValueError(told(error)) from None
-    except _READ_ERRORS as error:
-        _logger.exception("A request cannot be read")
-        raise ValueError(f"the request is malformed: {type(error).__name__}: {error}") from error
+    kind: type = type(obj)
+    _convertible(kind).convert(obj)
+    fields.check_names(vars(obj))
+    if getattr(obj, "session_params", None) is not None:
+        obj.session_params = _SESSION.convert("session_params", obj.session_params)
+    obj.sampling_params = convert_sampling_params(obj.sampling_params)
+
+
+@functools.cache
+def _convertible(kind: Any) -> Fields:
+    return Fields(kind, _OWN_CHECKS)
+
+
+def convert_sampling_params(params: Any) -> Any:
+    """A copy of `params` with values of the types that SGLang declares.
+
+    params: one object, or a list of them for a batch; None means a parameter's default. Raises ValueError, naming the
+    parameter, if it is unknown or of another type.
+    """
+    if params is None:
+        return None
+    if not isinstance(params, list | tuple):
+        return _SAMPLING.convert("sampling_params", params)
+    if not params:
+        raise ValueError("sampling_params is an empty list")
+    return [one if one is None else _SAMPLING.convert("sampling_params", one) for one in params]
+
+
+async def check_body(request: Request, kind: type) -> None:
+    """Raise ValueError for a field that is the server's, or one of ours that the route would ignore.
+
+    kind: the class of the route's bodies.
+    """
+    body = await request.json()  # read already, and kept
+    if isinstance(body, Mapping):
+        server_args = http_server.get_global_state().tokenizer_manager.server_args
+        fields.check_body(body, field_names(kind), DEFAULTS, server_args.disaggregation_mode != "null")
+
+
+async def _check_body(parameters: dict[str, Any]) -> None:
+    request = next(value for value in parameters.values() if isinstance(value, Request))
+    (body,) = (value for value in parameters.values() if value is not request)
+    await check_body(request, type(body))
 
 
 def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -72,60 +112,27 @@ def check_lists(normalize: Callable, obj: Any) -> None:
     with reading():
         convert_request(obj)
         normalize(obj)
-    for name in _ONE_FOR_EACH_PROMPT:
-        value = getattr(obj, name, None)
-        if not isinstance(value, list):
-            continue
-        if obj.is_single:
-            raise ValueError(f"{name} is a list, which is for batches of prompts")
-        if len(value) < obj.batch_size:
-            raise ValueError(f"{name} has {len(value)} values for a batch of {obj.batch_size} prompts")
+    malformed.check_lists(vars(obj), None if obj.is_single else obj.batch_size)
 
 
 def check_samples(_result: Any, obj: Any) -> None:
     """After `GenerateReqInput._handle_parallel_sampling`: limit the samples, which SGLang does not."""
-    num_samples = obj.batch_size * obj.parallel_sample_num
-    if obj.parallel_sample_num < 1:
-        raise ValueError(f"n must be at least 1, got {obj.parallel_sample_num}")
-    if obj.parallel_sample_num > 1 and num_samples > MAX_SAMPLES:
-        raise ValueError(f"a request may have at most {MAX_SAMPLES} samples (n) of all its prompts, got {num_samples}")
+    malformed.check_samples(obj.parallel_sample_num, obj.batch_size)
 
 
 def check_one(obj: Any, vocab_size: int) -> None:
     """Raise ValueError for a single request that would crash the scheduler."""
-    ids = None if obj.contains_mm_input() else obj.input_ids
-    if ids and (max(ids) >= vocab_size or min(ids) < 0):
-        raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
-    if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
-        raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
-    if (getattr(obj, "logprob_start_len", None) or 0) < -1:
-        raise ValueError(f"logprob_start_len must be a position, or -1 for none, got {obj.logprob_start_len}")
-    _check_sampling(obj.sampling_params or {}, vocab_size)
+    malformed.check_ids(None if obj.contains_mm_input() else obj.input_ids, vocab_size)
+    top, start = getattr(obj, "top_logprobs_num", None), getattr(obj, "logprob_start_len", None)
+    malformed.check_logprobs(top, start, vocab_size)
+    malformed.check_sampling(obj.sampling_params or {}, vocab_size)
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 
 
-def _check_sampling(params: dict[str, Any], vocab_size: int) -> None:
-    """Raise ValueError for numbers that overflow SGLang's tensors, index beyond them, or make logits infinite."""
-    top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
-    biases = params.get("logit_bias") or {}
-    if top_k is not None and top_k >= 2**31:
-        raise ValueError(f"top_k must be an integer of 32 bits, got {top_k}")
-    if penalty is not None and 0 < penalty < MIN_PENALTY:
-        raise ValueError(f"repetition_penalty must be at least {MIN_PENALTY}, got {penalty}")
-    if not all(abs(bias) <= MAX_BIAS for bias in biases.values()):
-        raise ValueError(f"logit_bias must have values from -{MAX_BIAS} to {MAX_BIAS}")
-    stops = [token for token in params.get("stop_token_ids") or () if token is not None]
-    if params.get("min_new_tokens") and not all(0 <= token < vocab_size for token in stops):
-        raise ValueError(f"with min_new_tokens, stop_token_ids must be in the vocabulary, which has {vocab_size}")
-
-
 def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
     """Before `OpenAIServingDetokenize._convert_to_internal_request`: refuse numbers that do not fit in 32 bits."""
-    for item in request.tokens:
-        for token in item if isinstance(item, list) else [item]:
-            if not 0 <= token < 2**32:
-                raise ValueError(f"{token} is not a token id")
+    malformed.check_detokenized(request.tokens)
 
 
 def check_sections(to_dict: Callable, snapshot: Any, include: Any = None) -> dict[str, Any]:
@@ -150,39 +157,8 @@ async def refuse_invalid(request: Request, error: Exception) -> Response:
     return ORJSONResponse({"error": content} if in_responses else {"object": "error", **content}, status)
 
 
-def refusing(endpoint: Callable) -> Callable:
-    """`endpoint`, answering requests that it cannot read with a 400. A stream begins only with its first event."""
-
-    @functools.wraps(endpoint)
-    async def read(**parameters: Any) -> Any:
-        try:
-            with reading():
-                await _check_body(parameters)
-                response = await endpoint(**parameters)
-                if isinstance(response, StreamingResponse):
-                    events: Any = response.body_iterator
-                    response.body_iterator = _resume(await anext(events, b""), events)
-        except ValueError as error:
-            return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
-        return response
-
-    return read
-
-
-async def _check_body(parameters: dict[str, Any]) -> None:
-    request = next(value for value in parameters.values() if isinstance(value, Request))
-    (body,) = (value for value in parameters.values() if value is not request)
-    await check_body(request, type(body))
-
-
-async def _resume(first: bytes, events: AsyncIterator) -> AsyncIterator:
-    yield first
-    async for event in events:
-        yield event
-
-
 REFUSING = {
-    endpoint: refusing(endpoint)
+    endpoint: malformed.refusing(endpoint, _check_body)
     for endpoint in (
         http_server.classify_request,
         http_server.encode_request,

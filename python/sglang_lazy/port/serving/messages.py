@@ -9,9 +9,9 @@ from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensReques
 
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
-from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.threads import Outcome
 
 

@@ -12,11 +12,12 @@ from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequ
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
 from sglang_lazy.port.hooks import feature, repair
-from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
+from sglang_lazy.port.serving.chat import MessagesWithChunks, with_placeholders
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving import response_ids
 from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.chat_requests import check_chunks, put_chunks, refuse_media
+from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.prompts import Prompts
 from sglang_lazy.serving.salts import check_cache_salt, salt_of
@@ -96,7 +97,7 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     view = with_placeholders(serving, chunk_parts)
     messages, _, _, processed = await make(view, request, earlier, view.tokenizer_manager.tokenizer)
     refuse_media(processed, "image", "video", "audio")  # SGLang would drop them in this API
-    input_ids, plan = put_chunks(prompts, request, processed.prompt_ids, chunk_parts)
+    input_ids, plan = put_chunks(prompts, request.link, request.cache_salt, processed.prompt_ids, chunk_parts)
     request._planned, request.cache_salt = (prompts, plan), None  # the layout carries the cache salt
     return messages, [input_ids], [input_ids], processed
 

@@ -7,9 +7,10 @@ from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.images import keeping_tokens
-from sglang_lazy.port.serving.malformed import check_one, reading
+from sglang_lazy.port.serving.malformed import check_one
 from sglang_lazy.port.serving.requests import check_request, choose_rank, learned, plan_of, served, share_report
 from sglang_lazy.serving.labels import labels_in
+from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.salts import salt_of
 from sglang_lazy.serving.shadow import shadowed
