@@ -42,7 +42,7 @@ SPECS = [
         "lfm2",
         "Lfm2Config",
         dict(
-            **shape(64, 4, 2, 1, rope_parameters=rope(), tie_word_embeddings=True, block_auto_adjust_ff_dim=False),
+            **shape(128, 4, 4, 2, rope_parameters=rope(), tie_word_embeddings=True, block_auto_adjust_ff_dim=False),
             **dict(layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3),
         ),
     ),
@@ -51,7 +51,7 @@ SPECS = [
         "lfm2-moe",
         "Lfm2MoeConfig",
         dict(
-            **shape(64, 4, 2, 1, rope_parameters=rope(), tie_word_embeddings=True),
+            **shape(128, 4, 4, 2, rope_parameters=rope(), tie_word_embeddings=True),
             **dict(layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3),
             **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
         ),
@@ -80,8 +80,8 @@ SPECS = [
         "granite4",
         "GraniteMoeHybridConfig",
         dict(
-            **shape(64, 4, 2, 1, layer_types=["mamba", "mamba", "attention", "mamba"], position_embedding_type="nope"),
-            **dict(**_MAMBA, mamba_n_heads=8, mamba_expand=2),
+            **shape(128, 4, 4, 2, layer_types=["mamba", "mamba", "attention", "mamba"], position_embedding_type="nope"),
+            **dict(**_MAMBA, mamba_n_heads=16, mamba_expand=2),
             **dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32),
         ),
     ),

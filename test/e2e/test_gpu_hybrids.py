@@ -21,11 +21,12 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 12
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 # Heads of the sizes that CUDA kernels take.
 WIDER = {
-    "lfm2": {"hidden_size": 256, "num_attention_heads": 2},
+    "lfm2": {"hidden_size": 256, **HEADS},
     "qwen3.5": {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    "granite4": {"hidden_size": 256, "mamba_d_head": 64},
+    "granite4": {"hidden_size": 256, **HEADS, "mamba_n_heads": 8, "mamba_d_head": 64},
     "falcon-h1": {"head_dim": 128},
 }
 SYNCHRONOUS = {"attention_backend": "fa3", "disable_overlap_schedule": True}

@@ -129,7 +129,6 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         ),
         "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
         "LoRA with recurrent layers: not tested": bool(flags.enable_lora or flags.lora_paths),
-        "--tp-size over 1 with recurrent layers: not tested": flags.tp_size > 1,
         "--enable-linear-replayssm: the state of a request is not in its slot": (
             flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
         ),
