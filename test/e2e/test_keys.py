@@ -29,6 +29,7 @@ def url(tiny_model, tmp_path_factory):
     (folder / "keys.json").write_text(json.dumps(FILE))
     flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", *device_flags()]
     flags += ["--api-key", "key", "--admin-api-key", "admin", "--lazy-keys", str(folder / "keys.json")]
+    flags += ["--enable-metrics"]
     with running_server(flags, folder / "server.log") as url:
         yield url
 
@@ -94,8 +95,12 @@ def test_an_application_manages_its_tenants_chunks(url):
     assert ask("POST", "/generate", segments=prompt, cache_salt="b").status_code == 400
     assert ask("POST", "/chunks", chunks=["x"], cache_salt="b").status_code == 400
     assert ask("GET", "/chunks", salt="b").status_code == 403
-    for path in ("/chunks?all=true", "/server_info", "/flush_cache", "/lazy/survey?all=true"):
+    for path in ("/chunks?all=true", "/server_info", "/flush_cache", "/lazy/survey?all=true", "/v1/loads", "/metrics"):
         assert ask("GET", path).status_code == 403, path
+    assert requests.get(f"{url}/metrics", timeout=60).status_code == 401
+    assert "sglang_lazy" in ask("GET", "/metrics", OPERATOR).text and ask("GET", "/v1/loads", OPERATOR).json()["loads"]
+    memory = ask("GET", "/lazy/survey").json()["memory"]["device"]
+    assert memory["size"] and memory["free"] is None
     assert ask("GET", "/chunks", READER, "a").json()["chunks"][0]["id"] == name
     for method, path in (
         ("DELETE", f"/chunks/{name}"),
@@ -151,7 +156,15 @@ def test_the_page_asks_for_the_key(url, browser):
     expect(numbers).to_be_visible()
     expect(secret).to_be_hidden()
     expect(page.locator("#n-chunks")).to_have_text("0")
+    memory = page.locator("#memory")
+    expect(memory).to_contain_text("taken")
+    page.locator("#salt").fill("tenant")
+    expect(page.locator("#n-chunks")).to_have_text("1")
+    expect(memory).not_to_contain_text("taken")
+    expect(memory).to_contain_text("text, other tenants, free")
+    page.locator("#salt").fill("")
     page.get_by_label("all tenants").check()
+    expect(memory).to_contain_text("taken")
     block = page.locator(f"#prompts [data-chunk='{used['id']}']").first
     block.click()
     expect(page.locator("#facts")).to_contain_text("tenant")

@@ -8,11 +8,13 @@ import pytest
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
+from sglang.srt.utils.common import add_prometheus_middleware
 
-from sglang_lazy.core.config import ENV_VAR, LazyConfig
+from fakes.server import new_frontend
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import auth
-from sglang_lazy.port.serving import scopes
+from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.serving.keys import Scope, opened_by, read_keys, sees_all_tenants
 
 SECRET = "0123456789abcdef"
@@ -94,11 +96,17 @@ ROUTES = {
     "/prompts": Scope.PROMPTS,
     "/prompts/models": Scope.PROMPTS,
     "/none": Scope.PROMPTS,  # a 404, if the key opens it
+    "/v1/loads": Scope.PROMPTS,
+    "/metrics": Scope.READ,
+    "/metrics/": Scope.READ,
+    "/metricsandmore": Scope.READ,  # SGLang takes any path that begins so
     "/flush": Scope.ADMIN,
     "/weights": Scope.ADMIN,
     "/server_info": Scope.ADMIN,
 }
 """By path, the scope that opens it."""
+TOTALS = {"/v1/loads", "/metrics", "/metrics/", "/metricsandmore"}
+"""Paths that no tenant's key opens: they count all tenants."""
 OPENS = {
     READ: {Scope.READ},
     CHUNKS: {Scope.READ, Scope.CHUNKS},
@@ -109,11 +117,19 @@ OPENS = {
 
 
 @pytest.fixture
-def client(file, monkeypatch):
+def metrics(tmp_path, monkeypatch):
+    """SGLang's route of metrics, for an app."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    return add_prometheus_middleware
+
+
+@pytest.fixture
+def client(file, metrics, monkeypatch):
     """Makes a client of a server with the keys above; each answer tells the headers that its route has got."""
 
     def make(**keys):
-        monkeypatch.setenv(ENV_VAR, json.dumps({"keys": file(FILE)}))
+        made = new_frontend(keys=file(FILE))
+        monkeypatch.setattr(frontend, "current", lambda: made)
         app = fastapi.FastAPI()
 
         def answer(request: fastapi.Request):
@@ -130,15 +146,16 @@ def client(file, monkeypatch):
         app.get("/chunks")(marked(opened_by(Scope.CHUNKS)))
         app.get("/flush")(marked(auth_level(AuthLevel.ADMIN_OPTIONAL)))
         app.get("/weights")(marked(auth_level(AuthLevel.ADMIN_FORCE)))
-        for path in ("/prompts", "/prompts/{model}", "/health"):
+        for path in ("/prompts", "/prompts/{model}", "/health", "/v1/loads"):
             app.get(path)(answer)
+        metrics(app)
         monkeypatch.setattr(scopes, "_SHOW_KEYS", (shown := marked(lambda endpoint: endpoint),))
         app.get("/server_info")(shown)
         scopes.close(app)
         apply(auth.HOOKS)
         keys = {"api_key": None, **keys}
         add_api_key_middleware(app, **keys)
-        scopes.check_scopes(None, app, **keys)
+        scopes.add_middleware(None, app, **keys)
         return TestClient(app, headers={"X-Other": "kept"})
 
     return make
@@ -154,10 +171,12 @@ def test_what_each_key_opens(client, api_key):
     for path, needed in ROUTES.items():
         for key, opens in OPENS.items():
             answer = call(http, path, key)
-            expected = 403 if needed not in opens else 404 if path == "/none" else 200
+            bound = key == TENANT and path in TOTALS
+            expected = 403 if needed not in opens or bound else 404 if path == "/none" else 200
             assert answer.status_code == expected, (path, key)
             if expected == 403:
-                assert f"scope {needed}" in answer.json()["error"]["message"]
+                reason = "counts all tenants" if bound else f"scope {needed}"
+                assert reason in answer.json()["error"]["message"]
         assert call(http, "/health", key).status_code == 200
 
 
@@ -193,6 +212,24 @@ def test_who_sees_all_tenants(client):
     http = client(admin_api_key="the-admins-own-key")
     seen = {key: call(http, "/read", key).json()["all"] for key in (READ, CHUNKS, TENANT, ADMIN, "the-admins-own-key")}
     assert {key for key, all in seen.items() if all} == {ADMIN, "the-admins-own-key"}
+
+
+def test_metrics_need_a_key_that_is_no_tenants(client):
+    """They have the numbers of all tenants, and SGLang asks for none."""
+    http = client(api_key="the-key-for-prompts", admin_api_key="the-admins-own-key")
+    for path in ("/metrics", "/metrics/", "/metricsandmore", "/metrics?name[]=x"):
+        assert http.get(path).status_code == 401, path
+        for key, status in (("the-key-for-prompts", 401), (PROMPTS, 403), ("the-admins-own-key", 200), (READ, 200)):
+            assert call(http, path, key).status_code == status, (path, key)
+
+
+def test_sglang_still_counts_all_tenants_where_we_think(metrics):
+    """The routes that we keep from tenants."""
+    assert "/v1/loads" in http_server.app.openapi()["paths"]
+    metrics(app := fastapi.FastAPI())
+    ours, theirs = scopes._METRICS.path_regex, app.routes[-1].path_regex
+    for path in ("/metrics", "/metrics/", "/metrics/a", "/metricsa", "/v1/metrics", "/metric"):
+        assert bool(ours.match(path)) == bool(theirs.match(path)), path
 
 
 def test_sglang_still_shows_its_keys_where_we_think(client):

@@ -75,7 +75,7 @@ def client(**keys):
     if keys:  # SGLang adds its middleware only if a key is set
         keys = {"api_key": None, "admin_api_key": None, **keys}
         add_api_key_middleware(app, **keys)
-        scopes.check_scopes(None, app, **keys)
+        scopes.add_middleware(None, app, **keys)
     return TestClient(app)
 
 
@@ -110,7 +110,7 @@ def test_which_key_opens_them(asked, keys, allowed):
     assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (5 if not keys else len(allowed))
 
 
-def test_only_the_page_asks_for_a_missing_key():
+def test_only_the_page_asks_for_a_missing_key(process):
     """Only by the page, which is the same with and without a key."""
     http = client(api_key="key")
     refused, shown = http.get("/lazy"), http.get("/lazy", headers={"Authorization": "Bearer key"})

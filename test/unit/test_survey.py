@@ -152,6 +152,20 @@ def test_a_tenants_survey_counts_its_own_evictions():
     assert evicted(tenant=None) == [] and evicted(everybody=True) == [[3, 12]]
 
 
+def test_a_tenants_survey_does_not_tell_what_is_free():
+    """All tenants together leave that: its changes are the lengths of what another computes, and loses."""
+    loop = Loop(pool_size=40, host_size=80)
+    loop.warm(A, B)
+    for whose in ({"tenant": "a"}, {"tenant": "b"}):
+        assert surveyed(loop, **whose)["memory"] == {
+            "device": {"size": 40, "free": None},
+            "host": {"size": 80, "free": None},
+        }
+    free = {tier: numbers["free"] for tier, numbers in surveyed(loop, everybody=True)["memory"].items()}
+    assert free == {tier: numbers["free"] for tier, numbers in surveyed(loop, tenant=None)["memory"].items()}
+    assert 0 < free["device"] < 40 and 0 < free["host"] < 80
+
+
 def test_surveys_of_several_processes_do_not_disturb_one_another(monkeypatch):
     """Tokenizer workers do not coordinate their surveys."""
     in_pieces_of(monkeypatch, 1)

@@ -68,8 +68,9 @@ class ChunkControl:
 
     def survey(self, starts: Mapping[int, int] | None, tenant: str | None, everybody: bool) -> dict[str, Any]:
         """A piece of a survey; see `survey_chunks`. The first one also has the `memory` of device and host (tokens:
-        `size` and `free`), what was `evicted` of it in the last hour (rows of `Sums`: chunks and tokens), and, among
-        `chunks`, the number of `pending` and `fetching` ones.
+        `size`, and `free`, which is None for a tenant, since it tells the lengths of what others compute and lose),
+        what was `evicted` of it in the last hour (rows of `Sums`: chunks and tokens), and, among `chunks`, the number
+        of `pending` and `fetching` ones.
         """
         if (start := self._start(starts)) is None:
             return {}
@@ -83,9 +84,14 @@ class ChunkControl:
             ]
             found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
             device, host = self.store.device, self.store.host
+            shows_free = everybody or tenant is None
             found["memory"] = {
-                "device": {"size": device.size, "free": device.available_size()},
-                "host": None if host is None else {"size": host.memory.slots.size, "free": host.memory.slots.num_free},
+                "device": {"size": device.size, "free": device.available_size() if shows_free else None},
+                "host": host
+                and {
+                    "size": host.memory.slots.size,
+                    "free": host.memory.slots.num_free if shows_free else None,
+                },
             }
             found["evicted"] = self.store.counts.evicted_lately.rows(tenant, everybody, time.time())
         return found

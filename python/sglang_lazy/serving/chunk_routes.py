@@ -209,8 +209,8 @@ async def survey(frontend: Process, tenant: Tenant, everybody: Everybody) -> dic
                     "pending": 1, "fetching": 0},
          "hottest": […], "largest": […], "pinned": […], "history": […], "evicted": […], "prompts": […]}
 
-    memory: tokens that the device and the host can hold, and how many are free, for all tenants together; host is null
-        without that tier.
+    memory: tokens that the device and the host can hold, and how many are free; host is null without that tier. All
+        tenants share it, so `free` is null for a tenant: shown only without a salt, or with `all=true`.
     chunks: numbers of chunks and their tokens, named like the gauges in docs/metrics.md.
     pending, fetching: chunks that are being computed, or fetched from storage.
     hottest, largest, pinned: up to 10 chunks each, as `list_chunks` shows them.

@@ -10,15 +10,19 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.utils import auth
 from sglang.srt.utils.auth import AuthLevel
 from starlette.datastructures import Headers
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from sglang_lazy.core.config import SALT_HEADER, LazyConfig
 from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.keys import KEY, SCOPE, Key, Keys, Scope, read_keys
 from sglang_lazy.serving.page import AskForKey
 
 _SHOW_KEYS = (http_server.server_info, http_server.get_server_info)
 """Endpoints that SGLang opens to its --api-key although their answers contain the flags, and so all its keys."""
+_METRICS, _LOADS = Route("/metrics{rest:path}", AskForKey), Route("/v1/loads", AskForKey)
+"""They match SGLang's routes that count the work and the memory of all tenants together, from which one could read what
+another does. SGLang serves the first one without a key. What they would call is never called."""
 
 
 def close(app: Any) -> None:
@@ -31,19 +35,29 @@ def close(app: Any) -> None:
 
 class _CheckScopes:
     """The middleware. Requests with an application's key go on with SGLang's own key for their route, and with the
-    key's tenant in the header; all others are left to SGLang."""
+    key's tenant in the header; all others are left to SGLang, but for those of metrics, which need the admin key."""
 
     def __init__(self, app: Any, routes: Any, keys: Keys, api_key: str | None, admin_api_key: str):
         self._app, self._routes, self._keys = app, routes, keys
         self._api_key, self._admin_api_key = api_key or "", admin_api_key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        key = self._keys.find(Headers(scope=scope).get("Authorization")) if scope["type"] == "http" else None
-        if key is None or _is_public(scope):
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        authorization = Headers(scope=scope).get("Authorization")
+        key, is_metrics = self._keys.find(authorization), _matches(_METRICS, scope)
+        if key is None and is_metrics and not self._is_admins(authorization):
+            refused = ORJSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+            return await refused(scope, receive, send)
+        if key is None or (_is_public(scope) and not is_metrics):
             return await self._app(scope, receive, send)
         endpoint = self._endpoint(scope)
         level = getattr(endpoint, "_auth_level", AuthLevel.NORMAL)
-        if reason := _refusal(key, _needed(endpoint, level), Headers(scope=scope).getlist(SALT_HEADER)):
+        needed = Scope.READ if is_metrics else _needed(endpoint, level)
+        reason = _refusal(key, needed, Headers(scope=scope).getlist(SALT_HEADER))
+        if key.tenant is not None and (is_metrics or _matches(_LOADS, scope)):
+            reason = "this route counts all tenants together, and this key is bound to one"
+        if reason:
             refused = ORJSONResponse({"error": {"message": reason}}, HTTPStatus.FORBIDDEN)
             return await refused(scope, receive, send)
         own = self._api_key if level == AuthLevel.NORMAL else self._admin_api_key
@@ -60,6 +74,20 @@ class _CheckScopes:
             if match is Match.FULL:
                 return found.get("endpoint")
         return None
+
+    def _is_admins(self, authorization: str | None) -> bool:
+        return auth.decide_request_auth(
+            method="GET",
+            path="",
+            authorization_header=authorization,
+            api_key=None,
+            admin_api_key=self._admin_api_key,
+            auth_level=AuthLevel.ADMIN_FORCE,
+        ).allowed
+
+
+def _matches(route: Route, scope: Any) -> bool:
+    return route.matches(scope)[0] is not Match.NONE
 
 
 def _is_public(scope: Any) -> bool:
@@ -89,10 +117,10 @@ def _refusal(key: Key, needed: Scope, salts: list[str]) -> str | None:
     return None
 
 
-def check_scopes(_result: Any, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+def add_middleware(_result: Any, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
     """After `add_api_key_middleware`: have the page ask for the key, and check the scopes of keys in a file."""
     app.add_middleware(AskForKey)
-    if path := LazyConfig.current().keys:
+    if path := frontend.current().config.keys:
         assert admin_api_key, "check_keys has seen it"
         keys = read_keys(path, (api_key, admin_api_key))
         app.add_middleware(_CheckScopes, routes=app.router, keys=keys, api_key=api_key, admin_api_key=admin_api_key)
@@ -115,7 +143,7 @@ def check_keys(config: LazyConfig, flags: Any) -> None:
 HOOKS = (
     feature(
         "sglang.srt.utils.auth.add_api_key_middleware",
-        check_scopes,
+        add_middleware,
         "AFTER",
         "the page of chunks asks for a key, and keys of applications have scopes",
     ),

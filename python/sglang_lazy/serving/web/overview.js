@@ -53,15 +53,18 @@ function makeTier() {
 }
 
 function showTier(shown, {name, size, free, other, uses}) {
-  const counted = uses.reduce((total, [, , {tokens}]) => total + tokens, 0), rest = Math.max(0, size - free - counted);
-  const all = [...uses, ["other", other, {tokens: rest}], ["free", "free", {tokens: free}]];
+  const counted = uses.reduce((total, [, , {tokens}]) => total + tokens, 0);
+  const known = free !== null, taken = size - free; // a tenant does not learn what the others leave free
+  const rest = {tokens: Math.max(0, taken - counted)};
+  const all = [...uses, ["other", known ? other : `${other}, free`, rest]];
+  if (known) all.push(["free", "free", {tokens: free}]);
   // A beginning that several chunks share counts for each, so that together they may have more than there is.
-  const fit = Math.min(1, (size - free) / counted || 0);
+  const fit = Math.min(1, taken / counted || 0);
   const kept = all.map(([, , {tokens}], i) => tokens * (i < uses.length ? fit : 1));
   const share = shares(kept);
   const [title, bar, table] = shown.children;
   const twice = fit < 1 && counted ? "; a beginning that chunks share counts for each" : "";
-  title.textContent = `${name}: ${whole.format(size)} tokens, ${whole.format(size - free)} taken${twice}`;
+  title.textContent = `${name}: ${whole.format(size)} tokens${known ? `, ${whole.format(taken)} taken` : ""}${twice}`;
   bar.setAttribute("aria-label", all.map(([, label], i) => `${label} ${share[i]}`).join(", "));
   fill(bar, all.map(([kind], i) => [kind, kept[i]]), () => element("i"), (segment, [kind, tokens]) => {
     segment.className = kind;
