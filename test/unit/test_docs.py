@@ -16,11 +16,11 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.chunks.metrics import ChunkMetrics
-from sglang_lazy.core.config import LazyConfig, add_cli_args
+from sglang_lazy.core.config import add_cli_args
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.cache import tier_metrics
-from sglang_lazy.port.serving import shadow
+from sglang_lazy.serving import shadow
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "examples", "research", "sgl-kernel-lazy")
@@ -158,11 +158,10 @@ def metrics(monkeypatch) -> set[str]:
 
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(prometheus_client, kind, metric)
-    monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(shadow_rate=1.0))
     ChunkMetrics(MagicMock(counts=Counts()), {})
     tier_metrics.measured_host(MagicMock(labels={}))
     tier_metrics.measured_storage(1, {})
-    shadow.attach(None, MagicMock())
+    shadow.measured_shadow(MagicMock(), 1.0, 0.0, {})
     return names | set(re.findall(r'"(sglang:\w+)"', inspect.getsource(metrics_collector)))
 
 

@@ -246,7 +246,7 @@ def test_workers_without_our_hooks_are_refused(monkeypatch):
     for main in (types.ModuleType("__main__"), sys):
         monkeypatch.setitem(sys.modules, "__main__", main)
         with pytest.raises(RuntimeError, match="python -m sglang_lazy.launch_server"):
-            frontend.share(None, SimpleNamespace(tokenizer_manager=router))
+            frontend.share(router)
     assert frontend._ADDRESS not in os.environ
 
 

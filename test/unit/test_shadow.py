@@ -13,8 +13,12 @@ from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.requests import plan_of, served
-from sglang_lazy.port.serving.shadow import abort_with_all, give_way, make_idle
-from sglang_lazy.port.serving.tokenizer_manager import report_chunks
+from sglang_lazy.port.serving.tokenizer_manager import (
+    abort_with_all,
+    interrupt_shadow,
+    make_idle,
+    report_chunks,
+)
 from sglang_lazy.serving import agreement, shadow
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW, RecentAgreement
 from sglang_lazy.serving.plans import Plan
@@ -188,9 +192,9 @@ def test_a_shadow_yields_to_users_and_starts_over():
     async def scenario(manager, subject):
         offer(subject, user_request())
         first = await manager.next_request()
-        give_way(manager, first, [])  # the shadow's own arrival must not abort it
+        interrupt_shadow(manager, first)  # the shadow's own arrival must not abort it
         assert not manager.aborted
-        give_way(manager, SimpleNamespace(rid="another user"), [])
+        interrupt_shadow(manager, SimpleNamespace(rid="another user"))
         assert manager.aborted == [first.rid]
         second = await manager.next_request()
         assert second.rid != first.rid

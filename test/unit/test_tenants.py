@@ -16,7 +16,7 @@ from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.malformed import convert_request
-from sglang_lazy.port.serving.tokenizer_manager import take_salt, to_scheduler
+from sglang_lazy.port.serving.tokenizer_manager import begin, to_scheduler
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.salts import check_cache_salt, salt_of
 
@@ -78,7 +78,7 @@ def test_the_header_holds_on_every_route():
     def salted(*salts, **fields):
         obj = GenerateReqInput(**{"text": "Who?", **fields})
         obj.normalize_batch_and_arguments()
-        take_salt(None, obj, request_to("/generate", *salts))
+        begin(None, obj, request_to("/generate", *salts))
         return obj.cache_salt
 
     assert salted("a") == salted("a", cache_salt="a") == salted(cache_salt="a") == "a" and salted() is None
@@ -97,14 +97,14 @@ def test_a_health_check_has_no_tenant(path):
     """Nor can a header make it fail."""
     obj = GenerateReqInput(input_ids=[0])
     obj.normalize_batch_and_arguments()
-    take_salt(None, obj, request_to(path, "a", "\xe9"))
+    begin(None, obj, request_to(path, "a", "\xe9"))
     assert obj.cache_salt is None
 
 
 def test_an_engines_requests_have_no_headers():
     obj = GenerateReqInput(text="Who?", cache_salt="a")
     obj.normalize_batch_and_arguments()
-    take_salt(None, obj)
+    begin(None, obj)
     assert obj.cache_salt == "a"
 
 

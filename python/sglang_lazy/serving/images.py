@@ -43,3 +43,11 @@ def expand(
         return at + next((shift for end, shift in reversed(shifts) if end <= at), 0)
 
     return TokenizedPrompt(input_ids, tuple((moved(start), moved(end)) for start, end in prompt.chunks)), places
+
+
+def check_places(prompt: TokenizedPrompt, ranges: Sequence[tuple[int, int]], num_images: int, begins: int) -> None:
+    """Raise ValueError unless a prompt has a place for each image, after the token `begins`.  ranges: the places."""
+    if len(ranges) != num_images:
+        raise ValueError(f"the prompt has places for {len(ranges)} images, but {num_images} are given")
+    if any(prompt.input_ids[start - 1 : start] != [begins] for start, _ in ranges):
+        raise ValueError("an image must follow the token that begins an image")

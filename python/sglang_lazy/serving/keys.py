@@ -5,11 +5,16 @@ import hashlib
 import hmac
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request
+from fastapi.responses import ORJSONResponse
+from starlette.datastructures import Headers
+from starlette.routing import Match
 
+from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.core.names import check_name
 
 MIN_LENGTH, MAX_LENGTH = 16, 256
@@ -130,3 +135,78 @@ def _parsed(value: Any) -> Key:
     if tenant is not None and Scope.ADMIN in scopes:
         raise ValueError("a key with the scope admin acts on all tenants, and cannot be bound to one")
     return Key(hashlib.sha256(secret.encode()).digest(), frozenset(map(Scope, scopes)), tenant)
+
+
+class Needed(NamedTuple):
+    """What a request needs.
+
+    scope: of an application's key.  own: the server's own key that opens the same.
+    of_all_tenants: whether the answer counts all tenants together, so that no key of one opens it.
+    """
+
+    scope: Scope
+    own: str
+    of_all_tenants: bool = False
+
+
+class Access(Protocol):
+    """The server's own check of keys. Requests are given as their ASGI scopes."""
+
+    def needed(self, scope: Any) -> Needed | None:
+        """None for a request that is served without a key even where there are keys."""
+
+    def is_unguarded(self, scope: Any) -> bool:
+        """Whether the server would answer without a key what counts all tenants together."""
+
+    def is_admins(self, authorization: str | None) -> bool:
+        """Whether this header has the server's own key for everything."""
+
+
+class CheckScopes:
+    """A middleware around the server's own check. Requests with an application's key go on with the server's key for
+    their route, and with the key's tenant in the header; all others are left to the server, but for those that it does
+    not guard, which need its key for everything."""
+
+    def __init__(self, app: Any, keys: Keys, access: Access):
+        self._app, self._keys, self._access = app, keys, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        authorization = Headers(scope=scope).get("Authorization")
+        key = self._keys.find(authorization)
+        if key is None and self._access.is_unguarded(scope) and not self._access.is_admins(authorization):
+            refused = ORJSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+            return await refused(scope, receive, send)
+        needed = None if key is None else self._access.needed(scope)
+        if key is None or needed is None:
+            return await self._app(scope, receive, send)
+        if reason := _refusal(key, needed, Headers(scope=scope).getlist(SALT_HEADER)):
+            refused = ORJSONResponse({"error": {"message": reason}}, HTTPStatus.FORBIDDEN)
+            return await refused(scope, receive, send)
+        headers = {b"authorization": f"Bearer {needed.own}".encode()}
+        if key.tenant is not None:
+            headers[SALT_HEADER.lower().encode()] = key.tenant.encode()
+        kept = [(name, value) for name, value in scope["headers"] if name not in headers]
+        await self._app({**scope, "headers": [*kept, *headers.items()], KEY: key}, receive, send)
+
+
+def endpoint_of(router: Any, scope: Any) -> Callable | None:
+    """The endpoint that will serve a request, found as Starlette finds it; None if there is none."""
+    for route in router.routes:
+        match, found = route.matches(scope)
+        if match is Match.FULL:
+            return found.get("endpoint")
+    return None
+
+
+def _refusal(key: Key, needed: Needed, salts: list[str]) -> str | None:
+    """Why a request with this key is refused, None if it is not.  salts: those in its headers."""
+    if key.tenant is not None and needed.of_all_tenants:
+        return "this route counts all tenants together, and this key is bound to one"
+    if not key.opens(needed.scope):
+        own = ", ".join(sorted(key.scopes))
+        return f"this route needs a key with the scope {needed.scope}, and this key has {own}"
+    if key.tenant is not None and any(salt != key.tenant for salt in salts):
+        return f"this key is bound to a tenant, and {SALT_HEADER} names another"
+    return None

@@ -1,12 +1,24 @@
 """The plan of a prompt with chunks, as it travels with a request through the process that takes requests."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sglang_lazy.core.labels import Label
 from sglang_lazy.core.policy import Policy
-from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.core.segments import ChunkLimit, PromptLayout
 from sglang_lazy.policies import get_policy
+
+_REFUSED = {
+    "input_embeds": "input embeddings",
+    "positional_embed_overrides": "input embeddings",
+    "mm_hashes": "hashes of images",
+    "video_data": "videos",
+    "audio_data": "audio",
+    "session_params": "sessions",
+    "multi_item_delimiter_indices": "multi-item scoring",
+}
+"""Request fields that cannot be combined with reused chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,3 +65,19 @@ class PackedPlan(str):
     could claim another tenant's salt in one, cannot send an object of this class."""
 
     plan: Plan
+
+
+def check_combined(given: Mapping[str, Any], layout: PromptLayout, limit: ChunkLimit) -> None:
+    """Raise ValueError if chunks cannot be reused together with the rest of a request.  given: its fields."""
+    limit.check(len(layout.chunks))
+    for field, what in _REFUSED.items():
+        if given.get(field):
+            raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
+    if (given["sampling_params"].get("beam_width") or 1) > 1:
+        raise ValueError("a prompt with chunks cannot be combined with beam search (beam_width)")
+    chunks_end, start = layout.chunks[-1][1], given.get("logprob_start_len")
+    if given.get("return_logprob") and start is not None and 0 <= start < chunks_end:
+        raise ValueError(
+            f"prompt logprobs from position {start} need tokens that are reused from chunks: the last chunk ends at "
+            f"position {chunks_end}, so logprob_start_len must be at least {chunks_end}, or -1 for none"
+        )

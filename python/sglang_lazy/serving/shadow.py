@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from sglang_lazy.policies import get_policy
-from sglang_lazy.serving.agreement import RecentAgreement
+from sglang_lazy.serving.agreement import GAUGES, RecentAgreement
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.prompts import Prompts
 from sglang_lazy.serving.results import Served
@@ -147,3 +147,25 @@ async def shadowed(
             if finish_reason is not None and finish_reason["type"] != "abort" and (tokens := answer()):
                 shadow.offer(served, tokens)
             yield out
+
+
+def measured_shadow(prompts: Prompts, rate: float, min_agreement: float, labels: Mapping[str, str]) -> Shadow:
+    """A shadow whose counts are on /metrics.
+
+    rate: see `Shadow`.  min_agreement: see `RecentAgreement`.  labels: of all metrics of this process.
+    """
+    from prometheus_client import Counter, Gauge  # not before SGLang has set up its directory of metrics
+
+    counters = {
+        name: Counter(f"sglang_lazy:shadow_{name}_total", text, list(labels)).labels(**labels)
+        for name, text in COUNTERS.items()
+    }
+    gauges = {
+        name: Gauge(f"sglang_lazy:shadow_{name}", text, [*labels, *own], multiprocess_mode="mostrecent")
+        for name, (text, own) in GAUGES.items()
+    }
+
+    def publish(name: str, value: float, **own: str) -> None:
+        gauges[name].labels(**labels, **own).set(value)
+
+    return Shadow(prompts, rate, counters, RecentAgreement(min_agreement, publish))

@@ -23,7 +23,6 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.facts import dp_size
-from sglang_lazy.port.hooks import required
 from sglang_lazy.port.scheduler.control import ChunksReqInput, ChunksReqOutput
 from sglang_lazy.serving.frontend import Frontend
 from sglang_lazy.serving.known_chunks import KnownChunks
@@ -158,12 +157,11 @@ class ManagedServer:
         return True
 
 
-def share(_result: Any, global_state: Any) -> None:
-    """After `http_server.set_global_state`, called first by the spawning process and then by each worker: share state.
+def share(manager: Any) -> None:
+    """Share state between tokenizer workers: called first by the process that spawns them, and then by each.
 
     Raises RuntimeError in a process whose workers would lack the hooks.
     """
-    manager = global_state.tokenizer_manager
     if isinstance(manager, MultiTokenizerRouter):
         if getattr(sys.modules["__main__"].__spec__, "name", None) != _COMMAND:
             raise RuntimeError(f"several tokenizer workers need a server that python -m {_COMMAND} has started")
@@ -179,14 +177,3 @@ def share(_result: Any, global_state: Any) -> None:
         frontend.known = cast(KnownChunks, Proxy(calls, "chunks"))
         frontend.registrations = cast(Registrations, Proxy(calls, "registrations"))
         frontend.labels = cast(Labels, Proxy(calls, "labels"))
-
-
-HOOKS = (
-    required(
-        "sglang.srt.entrypoints.http_server.set_global_state",
-        share,
-        "AFTER",
-        "http",
-        "tokenizer workers share what they know of chunks",
-    ),
-)

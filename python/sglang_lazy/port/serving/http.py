@@ -27,6 +27,7 @@ from sglang_lazy.serving import chunk_routes, page
 from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
 from sglang_lazy.serving.prompts import refuse_without_segments
 from sglang_lazy.serving.salts import check_salts, salt_of
+from sglang_lazy.serving.shadow import measured_shadow
 from sglang_lazy.serving.streams import fail_before_stream
 from sglang_lazy.serving.text import check_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
@@ -208,8 +209,19 @@ async def _operation_failed(_request: Request, error: Exception) -> Response:
     return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
 
 
-def install_routes(result: Any = None, global_state: Any = None) -> None:
-    """After `http_server.set_global_state`: replace SGLang's endpoints by ours, and add our own."""
+def start(_result: Any, global_state: Any) -> None:
+    """After `http_server.set_global_state`: prepare this process to serve prompts with chunks."""
+    manager = global_state.tokenizer_manager
+    install_routes()
+    frontend.share(manager)
+    this = frontend.frontend_of(manager)
+    if rate := this.config.shadow_rate:
+        labels = manager.metrics_collector.labels
+        this.shadow = measured_shadow(this.prompts, rate, this.config.shadow_min_agreement, labels)
+
+
+def install_routes() -> None:
+    """Replace SGLang's endpoints by ours, and add our own."""
     extend_protocol()
     app = http_server.app
     _replace_route(app, "/generate", generate)
@@ -257,9 +269,9 @@ def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
 HOOKS = (
     required(
         "sglang.srt.entrypoints.http_server.set_global_state",
-        install_routes,
+        start,
         "AFTER",
         "http",
-        "routes take prompts with chunks",
+        "routes take prompts with chunks, workers share what they know of them, a shadow compares answers",
     ),
 )

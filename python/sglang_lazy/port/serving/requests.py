@@ -1,32 +1,27 @@
-"""What SGLang's `GenerateReqInput` has of a prompt with chunks: its plan, its data-parallel rank, and its report.
+"""What a `GenerateReqInput` has of a prompt with chunks: its plan, its data-parallel rank, its images, its report.
 
 Each rank has its own cache, so a prompt goes to a rank that has its chunks. SGLang's controller sends a request to the
 rank that it names, and distributes others by `--load-balance-method`.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Hashable, Mapping
 from typing import Any
 
+import msgspec
+
 from sglang_lazy.core.keys import digests
-from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
+from sglang_lazy.core.overlay import Overlay
+from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.port.serving.frontend import frontend_of
+from sglang_lazy.serving.images import check_places, expand, image_ranges
 from sglang_lazy.serving.picker import learning
 from sglang_lazy.serving.plans import PackedPlan, Plan
 from sglang_lazy.serving.results import Served, SharedReport
+from sglang_lazy.serving.tokenization import TokenizedPrompt
 
 _SHARED_ATTR, _PICK = "_sglang_lazy_shared_report", "_sglang_lazy_pick"
-
-_REFUSED = {
-    "input_embeds": "input embeddings",
-    "positional_embed_overrides": "input embeddings",
-    "mm_hashes": "hashes of images",
-    "video_data": "videos",
-    "audio_data": "audio",
-    "session_params": "sessions",
-    "multi_item_delimiter_indices": "multi-item scoring",
-}
-"""Request fields that cannot be combined with reused chunks."""
 
 
 def plan_of(obj: Any) -> Plan | None:
@@ -44,23 +39,6 @@ def plan_of(obj: Any) -> Plan | None:
     if obj.input_ids is None:
         raise ValueError("a prompt layout needs the input_ids that it describes")
     return packed.plan
-
-
-def check_request(obj: Any, layout: PromptLayout, limit: ChunkLimit) -> None:
-    """Raise ValueError if chunks cannot be reused together with the rest of a request."""
-    limit.check(len(layout.chunks))
-    for field, what in _REFUSED.items():
-        if getattr(obj, field, None):
-            raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
-    if (obj.sampling_params.get("beam_width") or 1) > 1:
-        raise ValueError("a prompt with chunks cannot be combined with beam search (beam_width)")
-    chunks_end = layout.chunks[-1][1]
-    start = getattr(obj, "logprob_start_len", None)
-    if getattr(obj, "return_logprob", False) and start is not None and 0 <= start < chunks_end:
-        raise ValueError(
-            f"prompt logprobs from position {start} need tokens that are reused from chunks: the last chunk ends at "
-            f"position {chunks_end}, so logprob_start_len must be at least {chunks_end}, or -1 for none"
-        )
 
 
 def choose_rank(manager: Any, obj: Any, plan: Plan, input_ids: list[int]) -> None:
@@ -111,3 +89,67 @@ def served(obj: Any, plan: Plan) -> Served:
         is_counted=obj.log_metrics,
         shared=getattr(obj, _SHARED_ATTR, None),
     )
+
+
+def keeping_tokens(manager: Any, obj: Any) -> Any:
+    """A tokenizer manager that keeps the token ids of `obj`, if that is a prompt with chunks and images.
+
+    SGLang's processors decode a prompt with images and encode it again, which would move the boundaries of chunks.
+    """
+    if not getattr(obj, "image_data", None) or obj.input_ids is None:
+        return manager
+    plan, processor = plan_of(obj), manager.mm_processor
+    if plan is None or not plan.layout.chunks:
+        return manager
+    if processor is None or not _is_known(processor):
+        raise ValueError("chunks cannot be combined with images on this model")
+    if manager.server_args.language_only:
+        raise ValueError("chunks cannot be combined with images that another server encodes (--language-only)")
+    if obj.video_data or obj.audio_data:
+        raise ValueError("chunks can be combined with images, but not with videos or audio")
+
+    async def process(image_data: Any, input_text: Any, request_obj: Any, **kwargs: Any) -> Any:
+        """In place of `process_mm_data_async`: process only the images, and insert them into the prompt."""
+        if any(isinstance(image, dict) for image in image_data):
+            raise ValueError("chunks cannot be combined with images that are processed already")
+        tokens, prompt = processor.mm_tokens, TokenizedPrompt(list(obj.input_ids), plan.layout.chunks)
+        ranges = image_ranges(prompt, tokens.image_token_id, [processor.VIDEO_TOKEN_ID])
+        check_places(prompt, ranges, len(image_data), processor.IM_START_TOKEN_ID)
+        processed = await processor.process_mm_data_async(
+            image_data=image_data, input_text=tokens.image_token * len(ranges), request_obj=obj, **kwargs
+        )
+        items = sorted(processed.mm_items, key=lambda item: item.offsets[0])
+        lens = [last - first + 1 for ((first, last),) in (item.offsets for item in items)]
+        prompt, places = expand(prompt, tokens.image_token_id, ranges, lens)
+        for item, (start, end) in zip(items, places, strict=True):
+            item.offsets = [(start, end - 1)]
+            name_apart(item)
+        positions, delta = processor.compute_mrope_positions(prompt.input_ids, items)
+        obj.input_ids = prompt.input_ids
+        prompts = frontend_of(manager).prompts
+        obj.sampling_params = prompts.with_plan(obj.sampling_params, plan.moved(prompt.chunks))
+        return msgspec.structs.replace(
+            processed,
+            mm_items=items,
+            input_ids=prompt.input_ids,
+            padded_input_ids=processed.build_padded_input_ids(prompt.input_ids, items),
+            mrope_positions=positions,
+            mrope_position_delta=delta,
+        )
+
+    return Overlay(manager, mm_processor=Overlay(processor, process_mm_data_async=process))
+
+
+def _is_known(processor: Any) -> bool:
+    """Whether it is the image processor of Qwen's models."""
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # imports all of Qwen's models
+
+    return isinstance(processor, QwenVLImageProcessor)
+
+
+def name_apart(item: Any) -> None:
+    """Include an image's shape in the hash by which SGLang finds its embedding. SGLang hashes only the patches, so that
+    white images of 4 x 2 and 2 x 4 patches would be the same."""
+    item.set_pad_value()
+    named = b"%d %b" % (item.hash, repr(item.image_grid_thw.tolist()).encode())
+    item.set_hash(int.from_bytes(hashlib.sha256(named).digest()[:8], "big"))

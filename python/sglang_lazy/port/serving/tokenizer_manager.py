@@ -6,11 +6,11 @@ from typing import Any
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.serving.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one
-from sglang_lazy.port.serving.requests import check_request, choose_rank, learned, plan_of, served, share_report
+from sglang_lazy.port.serving.requests import choose_rank, keeping_tokens, learned, plan_of, served, share_report
 from sglang_lazy.serving.labels import labels_in
 from sglang_lazy.serving.malformed import reading
+from sglang_lazy.serving.plans import check_combined
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.salts import salt_of
 from sglang_lazy.serving.shadow import shadowed
@@ -23,17 +23,13 @@ computed from their names and paths, and without an end a key of that id would b
 HEALTH_ROUTES = ("/health", "/health_generate")
 
 
-def begin(*_args: Any, **_kwargs: Any) -> None:
-    """Before `TokenizerManager._init_req_state`, with which each request begins."""
-    begin_turn()
-
-
-def take_salt(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
-    """Before `TokenizerManager._init_req_state`, to which every route's requests come: apply the header's salt, on
-    routes of SGLang's that know none as well.
+def begin(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
+    """Before `TokenizerManager._init_req_state`, with which each request of every route begins: apply the header's
+    salt, on routes of SGLang's that know none as well.
 
     Not to a health check, whose prompt is SGLang's own: a bad header would have the server reported as unhealthy.
     """
+    begin_turn()
     if request is None or not hasattr(obj, "cache_salt") or request.url.path.endswith(HEALTH_ROUTES):
         return
     salt = salt_of(obj.cache_salt, request.headers)
@@ -65,12 +61,13 @@ def _num_characters(texts: Any) -> int:
 
 
 def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """Before `TokenizerManager._validate_one_request`, which checks every request: refuse requests that would crash the
-    scheduler, such as empty prompts, and check prompts with a layout.
+    """Before `TokenizerManager._validate_one_request`, which checks every request: have a shadow give way to it, refuse
+    requests that would crash the scheduler, such as empty prompts, and check prompts with a layout.
 
     Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Gives the
     layout's cache salt to SGLang, which separates whole prompts by it, and chooses the prompt's data-parallel rank.
     """
+    interrupt_shadow(manager, obj)
     is_whole = obj.input_embeds is None and not getattr(obj, "session_params", None)  # without a session's history
     if input_ids is not None and not len(input_ids) and is_whole:
         raise ValueError("the prompt is empty")
@@ -85,7 +82,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
             share_report(obj)
     if plan is None or input_ids is None or not plan.policy.reuses:
         return
-    check_request(obj, plan.layout, frontend_of(manager).prompts.max_chunks)
+    check_combined(vars(obj), plan.layout, frontend_of(manager).prompts.max_chunks)
     if length >= manager.context_len:
         raise ValueError(
             f"The input ({length} tokens) is longer than the model's context length ({manager.context_len} tokens), "
@@ -129,18 +126,42 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     return shadowed(outputs, frontend.shadow, request, lambda: state.output_ids)
 
 
+def interrupt_shadow(manager: Any, obj: Any) -> None:
+    """Abort the shadow, unless the request that has arrived is its own."""
+    shadow = frontend_of(manager).shadow
+    if shadow is not None and obj.rid != shadow.rid:
+        shadow.interrupt()
+
+
+def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """Before `TokenizerManager.abort_request`: if all requests are aborted, do not start the shadow again."""
+    shadow = frontend_of(manager).shadow
+    if shadow is not None and abort_all:
+        shadow.cancel()
+
+
+async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around calls that SGLang refuses or delays while the server is busy: stop the shadow first."""
+    shadow = frontend_of(manager).shadow
+    if shadow is not None and shadow.under_way:
+        await shadow.stop()
+        await manager.get_internal_state()  # answered when the scheduler's last batch is over
+    return await original(manager, *args, **kwargs)
+
+
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_NEED_IDLE = (
+    "flush_cache",
+    "release_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
 HOOKS = (
     required(
         f"{_TOKENIZER_MANAGER}._init_req_state",
         begin,
-        "BEFORE",
-        "tokenizer",
-        "requests are prepared before they have a state",
-    ),
-    required(
-        f"{_TOKENIZER_MANAGER}._init_req_state",
-        take_salt,
         "BEFORE",
         "tokenizer",
         "tenants are kept apart on every route",
@@ -150,7 +171,7 @@ HOOKS = (
         prepare_request,
         "BEFORE",
         "tokenizer",
-        "prompts with chunks are checked",
+        "prompts with chunks are checked, and a shadow gives way",
     ),
     required(
         f"{_TOKENIZER_MANAGER}._tokenize_one_request",
@@ -173,5 +194,14 @@ HOOKS = (
         "AROUND",
         "tokenizer",
         "answers report reused chunks",
+    ),
+    feature(
+        f"{_TOKENIZER_MANAGER}.abort_request", abort_with_all, "BEFORE", "a shadow ends when everything is aborted"
+    ),
+    *(
+        feature(
+            f"{_TOKENIZER_MANAGER}.{control}", make_idle, "AROUND", "a shadow ends before what needs an idle server"
+        )
+        for control in _NEED_IDLE
     ),
 )
