@@ -42,8 +42,11 @@ class Prompt(NamedTuple):
 class Server:
     """Everything is checked after each step.
 
+    num_states: of recurrent layers, on the device.
     slow: whether steps are taken while storage has not answered.  now: the time.
     """
+
+    num_states = 0
 
     def __init__(
         self,
@@ -54,12 +57,16 @@ class Server:
         min_hits: int = 0,
         patience: Patience = PATIENCE,
         agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
+        num_states: int | None = None,
         **weights: bytes | None,
     ):
-        self.tree = Tree(size, host_size, min_hits=min_hits, agree=agree)
-        self.chunks, self.slow, self.now = ChunkStore(self.tree, Device(self.tree)), False, 0.0
+        self.num_states = self.num_states if num_states is None else num_states
+        self.tree = Tree(size, host_size, self.num_states, min_hits=min_hits, agree=agree)
+        self.chunks = ChunkStore(self.tree, Device(self.tree), states=self.tree.states)
+        self.slow, self.now = False, 0.0
         self.report, self.weights = StorageReport(token_size=1), {None: weights.pop("model", b"model"), **weights}
-        objects = ChunkObjects(TensorBackend(storage), self.tree.memory)
+        states = None if self.tree.host.states is None else self.tree.host.states.memory
+        objects = ChunkObjects(TensorBackend(storage), self.tree.memory, states)
         self.identified: list[str | None] = []
         self.storage = ChunkStorage(
             self.chunks, self.tree.host, objects, self._identity, agree, self.report, patience, lambda: self.now
@@ -124,7 +131,9 @@ class Server:
         self.check()
 
     def check(self) -> None:
-        check(self.tree, [fetch.slots for fetch in self.storage.fetches])
+        fetches = self.storage.fetches
+        held_states = [fetch.state for fetch in fetches if fetch.state is not None]
+        check(self.tree, [fetch.slots for fetch in fetches], held_states)
 
     def served(self, *texts: Iterable[int], **namespace: Any) -> list[str | None]:
         return self.answer(self.ask(*texts, **namespace))

@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
-from fakes import streams
-from fakes.late_copies import LateCopier
+from fakes.late_copies import late_transfers
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.host_copy import HostWatcher, Watchers
-from sglang_lazy.cache.host_memory import CpuCopier, HostMemory
+from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import ORDERS, Node
-from sglang_lazy.cache.transfers import Transfers
+from sglang_lazy.cache.states import States
 from sglang_lazy.cache.tree import RadixTree
-from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.keys import Namespace, of_chunks
+from sglang_lazy.recurrent.pool import StateLayout, StatePool
 
 CHUNKS = Namespace("chunk", None, None)
 LAYERS, ROW = 2, 8
+LAYOUT = StateLayout(LAYERS, ((1, 2),), torch.float32, (1, 2, 3), torch.float32, "number")
+"""Of states: each layer has 8, 24 and 4 bytes of one."""
 
 
 class Slots:
@@ -82,21 +85,27 @@ class Recorder(HostWatcher):
 
 
 class Tree(RadixTree):
-    """With a host tier whose copies are late. The KV of a slot is a digest of the tokens up to it.
+    """With a host tier whose copies are late. The KV of a slot is a digest of the tokens up to it, and so is a state.
 
+    num_states: of recurrent layers, on the device; the host has as many for its KV.
     events: what happened on the host.  watchers: who is told of it.
     """
 
-    def __init__(self, size: int, host_size: int, **options: Any):
+    def __init__(self, size: int, host_size: int, num_states: int = 0, **options: Any):
         super().__init__(Slots(size), ORDERS["lru"])
         self.layers = [[torch.zeros(size + 1, ROW, dtype=torch.uint8) for _ in "kv"] for _ in range(LAYERS)]
         self.memory = HostMemory(self.layers, host_size)
-        self.transfers = Transfers(self.memory, LateCopier(CpuCopier(self.memory), self.memory), streams)
+        self.states: States | None = None
+        if num_states:
+            self.states = States(self, pool := StatePool(LAYOUT, num_states, "cpu"))
+            of_states = HostStates(self.states, HostMemory(pool.layers, host_size * num_states // size))
+            options["states"] = of_states
+        self.transfers = late_transfers(self.memory, of_states.memory if num_states else None)
         self.events: list[tuple[str, Any]] = []
         self.watchers = Watchers(Recorder(self.events))
         device = Device(self)
         self.host = HostKV(self, device, self.memory, self.transfers, ORDERS["lru"], watcher=self.watchers, **options)
-        self.parts = (self.host,)
+        self.parts = (self.host,) if self.states is None else (self.states, self.host)
 
     # For tests
 
@@ -142,7 +151,29 @@ class Tree(RadixTree):
             start -= len(each)
             if start >= num_present:
                 self.write(each)
+        if self.states is not None and of_chunks(namespace) and not self.states.has(node):
+            self.lock(node)
+            (slot,) = self.states.allocate(1)
+            self.states.give(node, slot)
+            for buffer, row in zip(_buffers(self.states.pool.layers), self.state(node), strict=True):
+                buffer[slot].view(torch.uint8).view(-1).copy_(torch.tensor([*row], dtype=torch.uint8))
+            self.unlock(node)
         return node
+
+    def state(self, node: Node) -> list[bytes]:
+        """What the state at the end of `node` should be, in every buffer."""
+        tokens = array("q", [token for each in node.path() for token in each.tokens])
+        return [
+            hashlib.sha256(tokens.tobytes() + bytes((i,))).digest()[: buffer[0].nbytes]
+            for i, buffer in enumerate(_buffers(self.states.pool.layers))
+        ]
+
+    def state_on_device(self, node: Node) -> list[bytes]:
+        return [_bytes(buffer[node.state.slot]) for buffer in _buffers(self.states.pool.layers)]
+
+    def state_on_host(self, slot: torch.Tensor) -> list[bytes]:
+        groups = self.host.states.memory.groups
+        return [bytes(buffer[slot].flatten().tolist()) for rows in groups for buffer in rows.host]
 
     def write(self, node: Node) -> None:
         """Compute the KV of a node."""
@@ -151,13 +182,24 @@ class Tree(RadixTree):
             buffer[node.slots] = torch.tensor([list(row) for row in rows], dtype=torch.uint8)
 
 
+def _buffers(layers: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """In the host's order: the first of each layer, then the second ones."""
+    return [layer[place] for place in range(len(layers[0])) for layer in layers]
+
+
+def _bytes(row: torch.Tensor) -> bytes:
+    return bytes(row.contiguous().view(torch.uint8).flatten().tolist())
+
+
 def host_used(tree: Tree) -> int:
     return tree.memory.slots.size - tree.memory.slots.num_free
 
 
-def check(tree: Tree, held: Iterable[torch.Tensor] = ()) -> None:
-    """Slots add up, and nodes that are not being copied hold what was computed.  held: slots of the
+def check(tree: Tree, held: Iterable[torch.Tensor] = (), held_states: Iterable[torch.Tensor] = ()) -> None:
+    """Slots add up, and nodes that are not being copied hold what was computed.  held, held_states: slots of the
     host that no node has."""
+    if tree.states is not None:
+        _check_states(tree, [slot for slots in held_states for slot in slots.tolist()])
     tree_host, tree_device = [], []
     copying = [node for some in tree.host._under_way for transfer in some for node in transfer.nodes]
     for node in tree.nodes():
@@ -183,3 +225,20 @@ def check(tree: Tree, held: Iterable[torch.Tensor] = ()) -> None:
     held = [slot for slots in held for slot in slots.tolist()]
     assert len({*tree_host, *held}) == len(tree_host) + len(held) == host_used(tree)
     assert len(set(tree_device)) == len(tree_device) == tree.allocator.size - tree.allocator.available_size()
+
+
+def _check_states(tree: Tree, held: list[int]) -> None:
+    """The same of states, whose nodes are chunks' ends."""
+    on_device, on_host = [], []
+    for node in tree.nodes():
+        if tree.states.has(node):
+            on_device.append(node.state.slot)
+            if not tree.host.loading(node):
+                assert tree.state_on_device(node) == tree.state(node)
+        if node.host is not None and node.host.state is not None:
+            on_host += node.host.state.tolist()
+            if node.host.transfer is None:
+                assert tree.state_on_host(node.host.state) == tree.state(node)
+    pool, slots = tree.states.pool, tree.host.states.memory.slots
+    assert len({*on_device}) == len(on_device) == pool.size - pool.available_size()
+    assert len({*on_host, *held}) == len(on_host) + len(held) == slots.size - slots.num_free

@@ -161,7 +161,8 @@ class Pools:
         """Attach storage behind the host tier.  model, adapters: the digests of their weights, of adapters by id."""
         weights = {None: model, "x": b"adapter x", "y": b"adapter y", **adapters}
         tiers, report = self.cache.tiers, StorageReport(token_size=1)
-        objects = self.objects_class(TensorBackend(storage), tiers.host.memory)
+        states = None if tiers.host.states is None else tiers.host.states.memory
+        objects = self.objects_class(TensorBackend(storage), tiers.host.memory, states)
         store = self.cache.store
         tiers.connect(ChunkStorage(store, tiers.host, objects, weights.get, tiers.agree, report, self.patience))
 

@@ -75,24 +75,24 @@ class RecordingObjects(ChunkObjects):
 
     written_as: ClassVar[dict[tuple[bytes, int], tuple[bytes, list]]] = {}
 
-    def __init__(self, backend: Any, memory: HostMemory):
-        super().__init__(backend, memory)
+    def __init__(self, backend: Any, memory: HostMemory, states: HostMemory | None = None):
+        super().__init__(backend, memory, states)
         self._memory = memory
 
-    def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
+    def start_write(self, name: bytes, slots: torch.Tensor, state: torch.Tensor | None, what: Any) -> None:
         assert NOT_COMPUTED not in self._contents(slots.numpy()), "stored before it is computed"
-        super().start_write(name, slots, what)
+        super().start_write(name, slots, state, what)
 
-    def _write(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
+    def _write(self, gate: Gate, name: bytes, index: int, tables: Any, slots: np.ndarray) -> bool:
         with gate.passed() as allowed:
-            if allowed:
+            if allowed and tables is self._tables:
                 self.written_as[name, index] = self._kv(slots), self._contents(slots)
-        return super()._write(gate, name, index, slots)
+        return super()._write(gate, name, index, tables, slots)
 
-    def _read(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
-        found = super()._read(gate, name, index, slots)
+    def _read(self, gate: Gate, name: bytes, index: int, tables: Any, slots: np.ndarray) -> bool:
+        found = super()._read(gate, name, index, tables, slots)
         with gate.passed() as allowed:
-            if found and allowed:
+            if found and allowed and tables is self._tables:
                 kv, contents = self.written_as[name, index]
                 if kv == self._kv(slots):
                     self._memory.slots.contents.update(zip(slots.tolist(), contents, strict=True))

@@ -252,7 +252,6 @@ def test_the_defaults_fit_recurrent_layers():
         ("enable_lora", True, "LoRA"),
         ("lora_paths", ["a"], "LoRA"),
         ("disable_overlap_schedule", False, "--disable-overlap-schedule"),
-        ("hicache_storage_backend", "file", "--hicache-storage-backend"),
         ("enable_linear_replayssm", True, "--enable-linear-replayssm"),
         ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm"),
         ("enable_int8_mamba_checkpoint", True, "--enable-int8-mamba-checkpoint"),

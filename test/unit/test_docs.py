@@ -160,7 +160,7 @@ def metrics(monkeypatch) -> set[str]:
         monkeypatch.setattr(prometheus_client, kind, metric)
     ChunkMetrics(MagicMock(counts=Counts()), {})
     tier_metrics.measured_host(MagicMock(labels={}))
-    tier_metrics.measured_storage(1, {})
+    tier_metrics.measured_storage(1, 0, {})
     shadow.measured_shadow(MagicMock(), 1.0, 0.0, {})
     return names | set(re.findall(r'"(sglang:\w+)"', inspect.getsource(metrics_collector)))
 

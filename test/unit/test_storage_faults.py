@@ -16,6 +16,12 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 WAITS, LACKING = "on its way", None
 
 
+@pytest.fixture(autouse=True, params=[0, 60], ids=["KV", "states"])
+def num_states(request, monkeypatch):
+    """Storage of KV alone, and of states with it, in objects of their own."""
+    monkeypatch.setattr(Server, "num_states", request.param)
+
+
 @pytest.fixture
 def two_pieces(monkeypatch):
     """Store chunks of three or four tokens in two pieces."""
@@ -50,8 +56,8 @@ def answer(server, storage):
 
 def asked(server, *texts):
     """A prompt for these chunks, once storage has been asked for all of them."""
-    prompt = server.ask(*texts)
-    assert wait_for(lambda: server.storage.objects.read.num_running == len(texts))
+    prompt, num_objects = server.ask(*texts), len(texts) * (1 + (server.num_states > 0))
+    assert wait_for(lambda: server.storage.objects.read.num_running == min(NUM_READERS, num_objects))
     return prompt
 
 
@@ -66,11 +72,13 @@ def test_requests_wait_until_the_deadline_and_no_longer(hanging):
     assert hanging.answer(prompt) == [LACKING, LACKING] and hanging.numbers()["late"] == 2
 
 
-def test_the_deadline_counts_all_tokens_being_fetched(hanging):
+def test_the_deadline_counts_all_that_is_being_fetched(hanging):
+    """A state takes as long as the 2 tokens whose KV is as large."""
     hanging.storage.patience = PATIENCE._replace(base=0.0, per_ki_token=1024.0, max=20.0)
     long = (*A, 7, 7, 7, 7)
     short, both = hanging.ask(A), hanging.ask(long)
-    for now, states in ((3.9, [WAITS, WAITS]), (11.9, [LACKING, WAITS]), (12.1, [LACKING, LACKING])):
+    one, two = (4 + 2, 12 + 4) if hanging.num_states else (4, 12)
+    for now, states in ((one - 0.1, [WAITS] * 2), (two - 0.1, [LACKING, WAITS]), (two + 0.1, [LACKING] * 2)):
         hanging.now = now
         hanging.step()
         assert hanging.states(short) + hanging.states(both) == states, now
@@ -170,7 +178,8 @@ def test_a_flush_abandons_storage_that_hangs(hanging, storage):
     (rows,) = hanging.tree.memory.groups
     rows.host.fill_(7)
     storage.open.set()
-    assert wait_for(lambda: len(ended) == 3), "two reads, and the first of two writes"
+    num_reads = 2 * (1 + (hanging.num_states > 0))
+    assert wait_for(lambda: len(ended) == num_reads + 1), "all reads, and the first of the writes"
     assert (rows.host == 7).all()
     hanging.tree.host.free(taken)
     hanging.slow = False

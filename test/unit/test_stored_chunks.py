@@ -220,9 +220,9 @@ def test_kv_of_all_layers_survives_a_round_trip():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_objects, "PIECE_BYTES", 3 * stored.token_bytes)
         writer, reader = ChunkObjects(backend, stored), ChunkObjects(backend, fetched)
-    writer.start_write(b"n" * 32, before, None)
+    writer.start_write(b"n" * 32, before, None, None)
     assert writer.written.settle(60) and writer.written.outcomes() == [Outcome.SUCCEEDED]
-    reader.start_read(b"n" * 32, after, None)
+    reader.start_read(b"n" * 32, after, None, None)
     assert reader.read.settle(60) and reader.read.outcomes() == [Outcome.SUCCEEDED]
     assert [len(rows.host) for rows in stored.groups] == [3, 1, 1]
     for source, target in zip(stored.groups, fetched.groups, strict=True):

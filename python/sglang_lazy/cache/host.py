@@ -3,6 +3,7 @@
 Nodes only on the host are below those on the device; none has a copy whose parent has none.
 """
 
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -48,6 +49,8 @@ class HostKV(Part):
         self.memory = memory
         self._tree, self._device, self._transfers, self._order = tree, device, transfers, order
         self.states = states
+        if states is not None:
+            states.make_room = functools.partial(self.evict, 1)
         self._min_hits, self._agree, self._watcher = min_hits, agree, watcher or HostWatcher()
         self._start_anew()
 
@@ -106,16 +109,10 @@ class HostKV(Part):
         if self.states is None or not self.states.lacks(node) or node.host.transfer is not None:
             return False
         self._copies.gone(node)
-        node.host.state = self.states.alloc(self._drop_one)
+        node.host.state = self.states.alloc()
         if node.host.state is None and not is_new:
             self._copies.came(node)
         return node.host.state is not None
-
-    def _drop_one(self) -> bool:
-        """Drop the next copy; returns whether there was one."""
-        num_free = self.memory.slots.num_free
-        self.evict(1)
-        return self.memory.slots.num_free > num_free
 
     def _state_pieces(self, nodes: Sequence[Node]) -> list[Piece]:
         return [] if self.states is None else self.states.pieces(nodes)
@@ -277,21 +274,22 @@ class HostKV(Part):
         """Take back slots that no node has."""
         self.memory.slots.free(slots)
 
-    def evict(self, num_tokens: int) -> None:
+    def evict(self, num_tokens: int) -> bool:
         """Free so many slots of the host, or fewer if there are no more: first of copies whose nodes are on the device,
-        too, then of leaves that are only on the host, which leave the tree."""
-        wanted = self.memory.slots.num_free + num_tokens
+        too, then of leaves that are only on the host, which leave the tree. Returns whether it freed any."""
+        before = self.memory.slots.num_free
         for node in self._copies.give_up(num_tokens):
             self._watcher.gave_up(len(node))
             self._drop_copy(node)
         protected = []
-        while self.memory.slots.num_free < wanted and (leaf := self._heap.pop(self._leaves)) is not None:
+        while self.memory.slots.num_free < before + num_tokens and (leaf := self._heap.pop(self._leaves)) is not None:
             if leaf.host.readers:
                 protected.append(leaf)
             else:
                 self._tree.drop(leaf)
         for leaf in protected:
             self._heap.push(leaf, self._leaves)
+        return self.memory.slots.num_free > before
 
     def _drop_copy(self, node: Node) -> None:
         self._watcher.removed(node)
@@ -359,8 +357,12 @@ class HostKV(Part):
         return torch.cat([each.host.slots for each in node.path()])
 
     def is_complete(self, node: Node) -> bool:
-        """Whether `node` and all before it have copies that need no copying any more."""
-        return all(each.host is not None and not self._being_made(each) for each in node.path())
+        """Whether `node` and all before it have copies that need no copying any more, and can be read."""
+        return all(each.host is not None and not self._being_made(each) for each in node.path()) and self.reads(node)
+
+    def reads(self, node: Node) -> bool:
+        """Whether the copies up to `node` suffice to read up to there: with the state at its end, if there are any."""
+        return self.states is None or node.host.state is not None
 
     def _being_made(self, node: Node) -> bool:
         return node.host.transfer is not None and not node.host.transfer.loads
@@ -373,9 +375,11 @@ class HostKV(Part):
         """Undo a `protect`."""
         node.host.readers -= 1
 
-    def adopt(self, tokens: array, namespace: Hashable, slots: torch.Tensor) -> Node | None:
-        """Put KV into the tree that has come to these slots of the host by other ways; returns where it ends. Slots of
-        what the tree has on the host already are freed.
+    def adopt(
+        self, tokens: array, namespace: Hashable, slots: torch.Tensor, state: torch.Tensor | None = None
+    ) -> Node | None:
+        """Put KV into the tree, and the state at its end, that have come to these slots of the host by other ways;
+        returns where it ends. Slots of what the tree has on the host already are freed.
 
         Returns None and takes nothing if the tree has a beginning of `tokens` without a copy.
         """
@@ -385,10 +389,12 @@ class HostKV(Part):
                 self._tree.drop(leaf)
             return None
         self.free(slots[:num_present])
-        if leaf is None:
-            return node
-        self._leaves.discard(node)
-        leaf.host = HostCopy(slots[num_present:].clone())
-        self._offer(leaf)
-        self._watcher.stored(leaf)
-        return leaf
+        if leaf is not None:
+            self._leaves.discard(node)
+            leaf.host = HostCopy(slots[num_present:].clone())
+            self._offer(leaf)
+            self._watcher.stored(leaf)
+            node = leaf
+        if self.states is not None and state is not None:
+            self.states.adopt(node, state)
+        return node

@@ -13,22 +13,21 @@ class HostStates:
     """The copies of a tree's states.
 
     states: those on the device.  memory: for their copies.
+    make_room: drops a copy of a node; returns False if it can drop none. Set by the host tier.
     """
 
     def __init__(self, states: States, memory: HostMemory):
         self.states, self.memory = states, memory
+        self.make_room: Callable[[], bool] = lambda: False
 
     def lacks(self, node: Node) -> bool:
         """Whether the state at the end of `node` is on the device, and `node` has a copy without it."""
         return node.host is not None and node.host.state is None and self.states.has(node)
 
-    def alloc(self, make_room: Callable[[], bool]) -> torch.Tensor | None:
-        """A slot of the host, int64 [1] on the CPU; None if no copies can make room.
-
-        make_room: drops a copy; returns False if it can drop none.
-        """
+    def alloc(self) -> torch.Tensor | None:
+        """A slot of the host, int64 [1] on the CPU; None if no copies can make room."""
         while not self.memory.slots.num_free:
-            if not make_room():
+            if not self.make_room():
                 return None
         return self.memory.slots.alloc(1)
 
@@ -37,6 +36,13 @@ class HostStates:
         if node.host.state is not None:
             self.memory.slots.free(node.host.state)
             node.host.state = None
+
+    def adopt(self, node: Node, slot: torch.Tensor) -> None:
+        """Let the copy of `node` own a slot of the host to which its state has come; frees it if the copy has one."""
+        if node.host.state is None:
+            node.host.state = slot
+        else:
+            self.memory.slots.free(slot)
 
     @staticmethod
     def copied(nodes: Iterable[Node]) -> list[Node]:

@@ -1,6 +1,7 @@
 """Chunks as objects in one of SGLang's storage backends: the format of an object, and the threads that move them.
 
-A chunk of an 8B model takes hundreds of megabytes. It is stored in pieces, which several threads move in parallel.
+A chunk of an 8B model takes hundreds of megabytes. It is stored in pieces, which several threads move in parallel. What
+it does to the states of recurrent layers follows its KV in pieces of its own.
 """
 
 import contextlib
@@ -22,13 +23,15 @@ from sglang_lazy.storage.calls import Calls
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""The most bytes of keys and values in one object, unless a single token has more."""
+"""The most bytes in one object behind its header, unless a single row of the host's memory has more."""
 NUM_READERS = 8
 """Threads. Prompts wait for reads; nobody waits for writes, which take cores and memory bandwidth from passes."""
 FORMAT = "lazy-kv2"
 """Begins the key and the header of each object. What another release of the plugin or of SGLang has computed is never
 found: its KV may differ. To be counted up when either changes."""
 _HEADER = struct.Struct("<8s32sII16s")
+_Tables = list[tuple[np.ndarray, np.ndarray]]
+"""Buffers of the host's memory, of each row size those that an object has rows of; see `Rows.table`."""
 
 
 class Gate:
@@ -88,31 +91,36 @@ class ChunkObjects:
 
     An object is a header and a piece's KV: for each of the memory's groups, [buffers, tokens, row_bytes]. The header
     has the format, the chunk's name, the piece's index, its length in tokens and the XXH3 of its KV. An object that
-    does not match the expected header counts as missing.
+    does not match the expected header counts as missing. A piece of a chunk's state is the same of one slot and some of
+    the buffers: a state of large layers has many times `PIECE_BYTES`.
 
     One call moves all of a group. With a call for each buffer, threads would wait for each other and for the scheduler
     before each call, since everything between calls needs the GIL.
+
+    states: the memory for states of recurrent layers, if there are any.
     """
 
-    def __init__(self, backend: Backend, memory: HostMemory):
+    def __init__(self, backend: Backend, memory: HostMemory, states: HostMemory | None = None):
         self.backend = backend
         self.written, self.read = self._new_calls(LazyConfig.current().storage_writers), self._new_calls(NUM_READERS)
         self._writes, self._reads = Gate(), Gate()
-        self._token_bytes = memory.token_bytes
         self._tokens = max(1, PIECE_BYTES // memory.token_bytes)  # of a piece
         self._tables = [rows.table for rows in memory.groups]
+        self._state_pieces = [] if states is None else _pieces([rows.table for rows in states.groups])
+        self._most_bytes = max(self._tokens * memory.token_bytes, *map(_slot_bytes, self._state_pieces), 0)
         self._buffers = threading.local()
 
     def _new_calls(self, num_threads: int) -> Calls:
         return Calls(num_threads)
 
-    def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Store the KV in these slots of the host, int64, which must not change before the write has ended."""
-        self.written.ask(what, self._each_piece(self._write, self._writes, name, slots))
+    def start_write(self, name: bytes, slots: torch.Tensor, state: torch.Tensor | None, what: Any) -> None:
+        """Store the KV in these slots of the host, int64, and the state in another, int64 [1], if there are states.
+        They must not change before the write has ended."""
+        self.written.ask(what, self._each_piece(self._write, self._writes, name, slots, state))
 
-    def start_read(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Fetch KV into these slots of the host, int64."""
-        self.read.ask(what, self._each_piece(self._read, self._reads, name, slots))
+    def start_read(self, name: bytes, slots: torch.Tensor, state: torch.Tensor | None, what: Any) -> None:
+        """Fetch KV into these slots of the host, int64, and the state into another, int64 [1], if there are states."""
+        self.read.ask(what, self._each_piece(self._read, self._reads, name, slots, state))
 
     def drop_writes(self) -> list[Any]:
         """Forget all writes: from now on those in progress read nothing from the host's memory. Returns what they were
@@ -133,22 +141,27 @@ class ChunkObjects:
         self.written.stop()
         self.read.stop()
 
-    def _each_piece(self, act: Callable, gate: Gate, name: bytes, slots: torch.Tensor) -> Iterator[Callable[[], bool]]:
-        for index, piece in enumerate(slots.split(self._tokens)):
-            yield functools.partial(act, gate, name, index, piece.numpy())
+    def _each_piece(
+        self, act: Callable, gate: Gate, name: bytes, slots: torch.Tensor, state: torch.Tensor | None
+    ) -> Iterator[Callable[[], bool]]:
+        pieces = [(self._tables, piece) for piece in slots.split(self._tokens)]
+        if state is not None:
+            pieces += [(tables, state) for tables in self._state_pieces]
+        for index, (tables, piece) in enumerate(pieces):
+            yield functools.partial(act, gate, name, index, tables, piece.numpy())
 
-    def _write(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
-        stored, parts = self._new_object(len(slots))
+    def _write(self, gate: Gate, name: bytes, index: int, tables: _Tables, slots: np.ndarray) -> bool:
+        stored, parts = self._new_object(tables, len(slots))
         with gate.passed() as allowed:
             if not allowed:
                 return False
-            for (rows, starts), part in zip(self._tables, parts, strict=True):
+            for (rows, starts), part in zip(tables, parts, strict=True):
                 np.take(rows, starts + slots, out=part, mode="clip")  # other modes copy once more
         stored[: _HEADER.size] = np.frombuffer(_header(name, index, len(slots), stored), np.uint8)
         return self.backend.put(_key(name, index), torch.from_numpy(stored))
 
-    def _read(self, gate: Gate, name: bytes, index: int, slots: np.ndarray) -> bool:
-        stored, parts = self._new_object(len(slots))
+    def _read(self, gate: Gate, name: bytes, index: int, tables: _Tables, slots: np.ndarray) -> bool:
+        stored, parts = self._new_object(tables, len(slots))
         stored[: _HEADER.size] = 0  # the buffer may hold the same object's header from an earlier read
         if not self.backend.get(_key(name, index), torch.from_numpy(stored)):
             return False
@@ -157,22 +170,41 @@ class ChunkObjects:
             return False
         with gate.passed() as allowed:
             if allowed:
-                for (rows, starts), part in zip(self._tables, parts, strict=True):
+                for (rows, starts), part in zip(tables, parts, strict=True):
                     rows[starts + slots] = part
             return allowed
 
-    def _new_object(self, num_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Memory for an object, uint8, and its KV as rows of each group, [buffers, tokens]. The thread's next object
-        uses the same memory."""
+    def _new_object(self, tables: _Tables, num_slots: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Memory for an object, uint8, and its rows of each table, [buffers, slots]. The thread's next object uses the
+        same memory."""
         if not hasattr(self._buffers, "bytes"):
-            size = _HEADER.size + self._tokens * self._token_bytes
-            self._buffers.bytes = self.backend.new_memory(size).numpy()
-        stored = self._buffers.bytes[: _HEADER.size + num_tokens * self._token_bytes]
+            self._buffers.bytes = self.backend.new_memory(_HEADER.size + self._most_bytes).numpy()
+        stored = self._buffers.bytes[: _HEADER.size + num_slots * _slot_bytes(tables)]
         parts, end = [], _HEADER.size
-        for rows, starts in self._tables:
-            start, end = end, end + len(starts) * num_tokens * rows.itemsize
-            parts.append(stored[start:end].view(rows.dtype).reshape(len(starts), num_tokens))
+        for rows, starts in tables:
+            start, end = end, end + len(starts) * num_slots * rows.itemsize
+            parts.append(stored[start:end].view(rows.dtype).reshape(len(starts), num_slots))
         return stored, parts
+
+
+def _slot_bytes(tables: _Tables) -> int:
+    return sum(len(starts) * rows.itemsize for rows, starts in tables)
+
+
+def _pieces(tables: _Tables) -> list[_Tables]:
+    """The buffers of `tables` in order, as many in each part as `PIECE_BYTES` have room for one slot of."""
+    pieces: list[_Tables] = []
+    room = 0
+    for rows, starts in tables:
+        while len(starts):
+            if room < rows.itemsize:
+                pieces.append([])
+                room = PIECE_BYTES
+            count = max(1, room // rows.itemsize)
+            pieces[-1].append((rows, starts[:count]))
+            room -= len(starts[:count]) * rows.itemsize
+            starts = starts[count:]
+    return pieces
 
 
 def _key(name: bytes, index: int) -> str:

@@ -49,12 +49,13 @@ class Patience(NamedTuple):
 class Fetch(NamedTuple):
     """The read of a chunk from storage.
 
-    slots: of the host, where its KV goes.  asked_at: when the read was requested.  patience: how many seconds requests
-    wait for it.
+    slots: of the host, where its KV goes.  state: that where its state goes, None without states.
+    asked_at: when the read was requested.  patience: how many seconds requests wait for it.
     """
 
     chunk: ChunkSlice
     slots: torch.Tensor
+    state: torch.Tensor | None
     asked_at: float
     patience: float
 
@@ -89,6 +90,7 @@ class ChunkStorage(HostWatcher):
         self.name = objects.backend.name
         self.report, self.patience, self.clock = report, patience, clock
         self._store, self._host, self._identity, self._agree = store, host, identity, agree
+        self._states = host.states
         self._identified: dict[str | None, bytes | None] = {}
         self._late: dict[ChunkKey, Fetch] = {}
         self._num_writing = self._num_fetching = 0  # tokens
@@ -141,7 +143,7 @@ class ChunkStorage(HostWatcher):
         if self._num_fetching:
             objects.drop_reads()
         for fetch in self.fetches:
-            self._host.free(fetch.slots)
+            self._free(fetch)
         self._store.fetching.clear()
         self._late.clear()
         self._num_fetching, self._behind = 0, False
@@ -170,17 +172,28 @@ class ChunkStorage(HostWatcher):
         if self._behind:
             return False
         name = self._name(chunk.key)
-        slots = None if name is None else self._room_for(chunk.num_tokens)
-        if name is None or slots is None:
+        if name is None or not self._may_hold(self._num_fetching + chunk.num_tokens, len(self.objects.read) + 1):
+            return False
+        if (slots := self._host.alloc(chunk.num_tokens)) is None:
+            return False
+        state = None if self._states is None else self._states.alloc()
+        if state is None and self._states is not None:
+            self._host.free(slots)
             return False
         self._num_fetching += len(slots)
-        patience = self.patience.for_tokens(self._num_fetching)
-        self._store.fetching[chunk.key] = Fetch(chunk, slots, self.clock(), patience)
-        self.objects.start_read(name, slots, chunk.key)
+        patience = self.patience.for_tokens(self._num_fetching + self._num_like_states(len(self.objects.read) + 1))
+        self._store.fetching[chunk.key] = Fetch(chunk, slots, state, self.clock(), patience)
+        self.objects.start_read(name, slots, state, chunk.key)
         return True
 
-    def _room_for(self, num_tokens: int) -> torch.Tensor | None:
-        return self._host.alloc(num_tokens) if self._num_fetching + num_tokens <= self._most_under_way else None
+    def _num_like_states(self, count: int) -> int:
+        """The number of tokens whose KV is as large as so many states."""
+        return 0 if self._states is None else count * self._states.memory.token_bytes // self._host.memory.token_bytes
+
+    def _free(self, fetch: Fetch) -> None:
+        self._host.free(fetch.slots)
+        if self._states is not None and fetch.state is not None:
+            self._states.memory.slots.free(fetch.state)
 
     def poll(self) -> None:
         """Take the results that all ranks have. To be called at each step, after the host's."""
@@ -206,9 +219,9 @@ class ChunkStorage(HostWatcher):
             self.report.missed(wait)
         chunk, node = fetch.chunk, None
         if call.succeeded:
-            node = self._host.adopt(chunk.tokens, chunk.key.namespace, fetch.slots)
+            node = self._host.adopt(chunk.tokens, chunk.key.namespace, fetch.slots, fetch.state)
         if node is None:  # or the tree has the chunk's beginning without a copy
-            self._host.free(fetch.slots)
+            self._free(fetch)
         else:
             self._store.adopt(chunk, node).stored = True
 
@@ -228,7 +241,7 @@ class ChunkStorage(HostWatcher):
 
     def copied(self, node: Node) -> None:
         chunk = self._store.chunk_at(node)
-        if chunk is not None and not chunk.stored:
+        if chunk is not None and not chunk.stored and self._host.reads(node):
             self._write(chunk, node)
 
     def back_up(self, nodes: Iterable[Node]) -> None:
@@ -244,12 +257,12 @@ class ChunkStorage(HostWatcher):
             return
         chunk.stored = False
         slots, name = self._host.slots_to(node), self._name(chunk.key)
-        if name is None or self._num_writing + len(slots) > self._most_under_way:
+        if name is None or not self._may_hold(self._num_writing + len(slots), len(self.objects.written) + 1):
             self.report.unstored()
             return
         self._host.protect(node)
         self._num_writing += len(slots)
-        self.objects.start_write(name, slots, (chunk, node, len(slots)))
+        self.objects.start_write(name, slots, node.host.state, (chunk, node, len(slots)))
 
     def _take_written(self, objects: ChunkObjects) -> None:
         for call in self._ended(objects.written):
@@ -280,11 +293,11 @@ class ChunkStorage(HostWatcher):
     def is_writing(self) -> bool:
         return self._num_writing > 0
 
-    @property
-    def _most_under_way(self) -> int:
-        """The most tokens of the host that reads may hold, and writes as well: half of it, as in SGLang. A backend that
-        hangs must not take all of it."""
-        return self._host.memory.slots.size // 2
+    def _may_hold(self, num_tokens: int, num_chunks: int) -> bool:
+        """Whether reads may hold so many tokens of the host, and as many states as chunks, and writes as well: half of
+        it, as in SGLang. A backend that hangs must not take all of it."""
+        most = self._host.memory.slots.size // 2
+        return num_tokens <= most and (self._states is None or num_chunks <= self._states.memory.slots.size // 2)
 
     def _ended(self, calls: Calls) -> list[Ended]:
         """The results that all ranks have; one succeeded if it did on all ranks. Ranks make the same requests in the

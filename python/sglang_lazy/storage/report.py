@@ -53,13 +53,14 @@ class HostReport(HostWatcher):
 class StorageReport:
     """Counts of chunks since the start.
 
-    token_size: bytes per token.
+    token_size: bytes per token.  state_size: bytes of a chunk's state, 0 without states.
     log_stored, log_fetched: take the tokens of a chunk and the speed of its copy in GB/s.
     counters: by the names in COUNTERS, empty if metrics are off.
     waits: observes the seconds from the request to the end of each fetch.
     """
 
     token_size: int
+    state_size: int = 0
     log_stored: Callable[[int, float], None] = lambda _num_tokens, _speed: None
     log_fetched: Callable[[int, float], None] = lambda _num_tokens, _speed: None
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,7 +100,7 @@ class StorageReport:
 
     def _speed(self, num_tokens: int, seconds: float) -> float:
         """In GB/s."""
-        return num_tokens * self.token_size / max(seconds, 1e-9) / 1e9
+        return (num_tokens * self.token_size + self.state_size) / max(seconds, 1e-9) / 1e9
 
     def numbers(self) -> dict[str, int]:
         """Chunks since the start."""

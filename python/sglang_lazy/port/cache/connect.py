@@ -14,6 +14,7 @@ from sglang_lazy.port.cache.backends import AddressBackend, FileBackend, TensorB
 from sglang_lazy.port.cache.tier_metrics import measured_storage
 from sglang_lazy.port.facts import dp_rank, flags_of, tp_rank, tp_size
 from sglang_lazy.port.model.identity import identity_of
+from sglang_lazy.recurrent.pool import StateLayout
 from sglang_lazy.storage.chunk_objects import ChunkObjects
 from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
 from sglang_lazy.storage.report import StorageReport
@@ -28,20 +29,27 @@ def connect_storage(
     agree: Callable[[list[int]], list[int]],
     runners: Sequence[Any],
     has_metrics: bool,
+    states: StateLayout | None = None,
 ) -> ChunkStorage:
     """The storage below `host`, which the caller has tell it of copies.
 
-    agree: see `ChunkStorage`.  runners: the `ModelRunner`, and that of a draft.
+    agree: see `ChunkStorage`.  runners: the `ModelRunner`, and that of a draft.  states: of recurrent layers, if any.
     Raises ValueError if the backend's own configuration is wrong, and whatever the backend raises.
     """
-    flags, token_bytes = flags_of(runners[0].server_args), host.memory.token_bytes
+    flags, state_memory = flags_of(runners[0].server_args), None if host.states is None else host.states.memory
     patience, extra = _extra_config(flags)
-    report = StorageReport(token_bytes)
+    sizes = host.memory.token_bytes, 0 if state_memory is None else state_memory.token_bytes
+    report = StorageReport(*sizes)
     if has_metrics:
         labels = {"storage_backend": flags.hicache_storage_backend, **_ranks(), **(flags.extra_metric_labels or {})}
-        report = measured_storage(token_bytes, labels)
-    objects = ChunkObjects(_backend(flags.hicache_storage_backend, extra), host.memory)
-    return ChunkStorage(store, host, objects, lambda adapter: identity_of(runners, adapter), agree, report, patience)
+        report = measured_storage(*sizes, labels)
+    backend = _backend(flags.hicache_storage_backend, extra)
+    objects = ChunkObjects(backend, host.memory, state_memory)
+
+    def identity(adapter: str | None) -> bytes | None:
+        return identity_of(runners, adapter, states)
+
+    return ChunkStorage(store, host, objects, identity, agree, report, patience)
 
 
 def _ranks() -> dict[str, int]:

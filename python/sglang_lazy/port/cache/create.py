@@ -78,7 +78,8 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
             tiers.watchers.each.append(cache.events)
         if get_memory().hicache_storage_backend is not None:
             runners = [runner] if table.drafter is None else [runner, table.drafter]
-            tiers.connect(connect_storage(store, tiers.host, tiers.agree, runners, params.enable_metrics))
+            layout = None if of_states is None else of_states.layout
+            tiers.connect(connect_storage(store, tiers.host, tiers.agree, runners, params.enable_metrics, layout))
     return cache
 
 

@@ -24,8 +24,8 @@ def measured_host(collector: RadixCacheMetricsCollector) -> HostReport:
     return HostReport(count_loaded, counters_of("host", HOST_COUNTERS, collector.labels))
 
 
-def measured_storage(token_size: int, labels: Mapping[str, Any]) -> StorageReport:
-    """A report of storage, with these labels.  token_size: bytes."""
+def measured_storage(token_size: int, state_size: int, labels: Mapping[str, Any]) -> StorageReport:
+    """A report of storage, with these labels.  token_size, state_size: bytes."""
     from prometheus_client import Histogram  # not before SGLang has set up its directory of metrics
 
     collector = resolve_collector_class(STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))
@@ -41,4 +41,4 @@ def measured_storage(token_size: int, labels: Mapping[str, Any]) -> StorageRepor
     text = "seconds from asking storage for a chunk to its answer"
     waits = Histogram("sglang_lazy:storage_fetch_seconds", text, list(labels), buckets=WAITS).labels(**labels)
     counters = counters_of("storage", COUNTERS, labels)
-    return StorageReport(token_size, log_stored, log_fetched, counters, waits.observe)
+    return StorageReport(token_size, state_size, log_stored, log_fetched, counters, waits.observe)

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from sglang_lazy.port.facts import tp_rank, tp_size
+from sglang_lazy.recurrent.pool import StateLayout
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by element size in bytes."""
 
 
-def identity_of(runners: Sequence[Any], adapter: str | None) -> bytes | None:
-    """SHA-256 of the model of a `ModelRunner`, with that of the draft's if there is one, or of the LoRA adapter with
-    this id; None if it is not loaded."""
+def identity_of(runners: Sequence[Any], adapter: str | None, states: StateLayout | None = None) -> bytes | None:
+    """SHA-256 of the model of a `ModelRunner`, with that of the draft's if there is one, and with the layout of the
+    states of recurrent layers if it has any; or of the LoRA adapter with this id; None if it is not loaded."""
     if adapter is None:
-        first, *drafts = map(model_identity, runners)
-        return hashlib.sha256(first + b"".join(drafts)).digest() if drafts else first
+        first, *others = map(model_identity, runners)
+        if states is not None:  # whose types depend on flags and on the environment
+            others.append(repr(states).encode())
+        return hashlib.sha256(first + b"".join(others)).digest() if others else first
     loaded = runners[0].lora_manager.loras.get(adapter)
     return None if loaded is None else adapter_identity(loaded)
 

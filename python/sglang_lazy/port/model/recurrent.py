@@ -117,9 +117,6 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         f"--mamba-radix-cache-strategy {strategy}: chunks support no_buffer": strategy != "no_buffer",
         "the overlap scheduler with recurrent layers: the state at the end of an answer is not known "
         "(--disable-overlap-schedule)": not flags.disable_overlap_schedule,
-        "--hicache-storage-backend with recurrent layers: storage keeps no states": (
-            flags.hicache_storage_backend is not None
-        ),
         "--speculative-algorithm and --enable-hierarchical-cache with recurrent layers: not tested together": (
             flags.speculative_algorithm is not None and flags.enable_hierarchical_cache
         ),
