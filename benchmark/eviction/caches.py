@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -15,9 +15,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from benchmark.eviction.workload import Request
 from sglang_lazy.cache.node import ORDERS
+from sglang_lazy.cache.room import Amounts, Room
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.port.cache.room import Room
+from sglang_lazy.port.cache.plain import PlainCache
 
 CHUNKS = Namespace("chunk", None, None)
 
@@ -71,7 +72,8 @@ class TwoTrees:
         )
         self._plain, self._clock = UnifiedRadixCache(params), itertools.count(1)
         self._tree = RadixTree(self._slots, ORDERS["lru"], self._clock)
-        self._room = Room(self._plain, self._tree, None)
+        self._other = other = PlainCache(self._plain)
+        self._room = Room(other, self._tree, None)
 
     def serve(self, request: Request) -> int:
         if request.linked:
@@ -91,7 +93,7 @@ class TwoTrees:
 
     def _make_room(self, num_tokens: int) -> torch.Tensor:
         if (lacking := num_tokens - self._slots.available_size()) > 0:
-            self._room.evict(EvictParams(num_tokens=lacking), self._plain.evict)
+            self._room.evict(Amounts(lacking), self._other.evict)
         return self._slots.alloc(num_tokens)
 
     def check(self) -> None:

@@ -132,7 +132,7 @@ class Host(Scheduler):
         self.request_class = clock.timing(Req, init_next_round_input="layout")
         cache = self.tree_cache
         if reuses:
-            cache.room.evict = self._counted(cache.room.evict, lambda given: given.num_tokens_evicted)
+            cache.room.evict = self._counted(cache.room.evict, lambda given: given.tokens)
             cache.store.device.take = self._counted(cache.store.device.take, len)
         else:
             cache.evict_for_alloc = self._counted(cache.evict_for_alloc, lambda given: given.num_tokens_evicted)

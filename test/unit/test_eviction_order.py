@@ -147,7 +147,7 @@ def any_time(monkeypatch):
         for name, module in sys.modules.items()
         if name.startswith(("sglang.srt.mem_cache.", "sglang_lazy.")) and getattr(module, "time", None) is time
     ]
-    assert {"sglang_lazy.chunks.store", "sglang_lazy.port.cache.room"} <= {module.__name__ for module in readers}
+    assert {"sglang_lazy.chunks.store", "sglang_lazy.cache.room"} <= {module.__name__ for module in readers}
 
     def set_clock(seed):
         dice = random.Random(seed)

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
 from fakes import chunk_server
 from fakes.host_tree import CHUNKS, Tree, check
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.port.cache.block_events import BlockEvents
+from sglang_lazy.port.cache.plain import BlockEvents
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 LEADING, PRIVATE = CHUNKS.leading, Namespace("chunk", None, "tenant")

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from fakes.loop import QUESTION, A, B, Loop
 from fakes.requests import CHUNK
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.port.cache.block_events import BlockEvents
+from sglang_lazy.port.cache.plain import BlockEvents
 from sglang_lazy.routing import BlockHashes, Picker, follow
 from sglang_lazy.routing import events as routing_events
 from sglang_lazy.routing.events import Listener

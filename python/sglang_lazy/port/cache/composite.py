@@ -35,13 +35,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_lazy.attention.table import table_of
+from sglang_lazy.cache.room import Giving, Room
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks import fill_rows
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
-from sglang_lazy.port.cache.block_events import BlockEvents
-from sglang_lazy.port.cache.room import Room
+from sglang_lazy.port.cache.plain import BlockEvents, PlainCache, amounts_wanted
 from sglang_lazy.port.cache.tiers import HostMemories, Tiers
 from sglang_lazy.port.model.image_rows import order_images
 
@@ -74,7 +74,7 @@ class CompositeCache:
         "token_to_kv_pool_allocator",
     )
     __slots__ = (
-        *("_clock", "_ranks", "admission", "events", "plain", "room", "rows", "tiers", "tree", "windows"),
+        *("_clock", "_other", "_ranks", "admission", "events", "plain", "room", "rows", "tiers", "tree", "windows"),
         *_direct,
     )
 
@@ -90,7 +90,8 @@ class CompositeCache:
 
     def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], windows: Windows | None = None):
         object.__setattr__(self, "plain", plain)
-        self.tree, self._clock, self.windows, self.room = tree, clock, windows, Room(plain, tree, windows)
+        self._other = PlainCache(plain)
+        self.tree, self._clock, self.windows, self.room = tree, clock, windows, Room(self._other, tree, windows)
         self.tiers, self.events, self.admission, self._ranks = None, None, None, None
         for name in self._direct:
             setattr(self, name, getattr(plain, name))
@@ -254,12 +255,16 @@ class CompositeCache:
     # Both trees
 
     def evict(self, params: EvictParams) -> EvictResult:
-        return self.room.evict(params, self.plain.evict)
+        return self._evict(params, self._other.evict)
 
     def evict_for_alloc(self, params: EvictParams, **joint: Any) -> EvictResult:
         """SGLang's callers name what is missing.  joint: for pools that several kinds of state share, unlike ours."""
-        gives = self.room.plain_gives
-        return gives(params, **joint) if joint else self.room.evict(params, gives)
+        if joint:
+            return self._other.make_joint_room(params, **joint)
+        return self._evict(params, self._other.make_room)
+
+    def _evict(self, params: EvictParams, giving: Giving) -> EvictResult:
+        return EvictResult(*self.room.evict(amounts_wanted(params), giving))
 
     def evictable_size(self) -> int:
         return self.plain.evictable_size() + self.tree.num_evictable

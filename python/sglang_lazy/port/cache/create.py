@@ -13,17 +13,16 @@ from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.cache.node import ORDERS
+from sglang_lazy.cache.room import OneTree, Pool, Room
 from sglang_lazy.cache.states import States
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.cache.block_events import BlockEvents
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.cache.connect import connect_storage
-from sglang_lazy.port.cache.pools import HybridSlots, OneTree, Pool, WindowSlots
-from sglang_lazy.port.cache.room import Room
+from sglang_lazy.port.cache.plain import BlockEvents, HybridSlots, WindowSlots
 from sglang_lazy.port.cache.tier_metrics import measured_host
 from sglang_lazy.port.cache.tiers import Tiers
 from sglang_lazy.port.comb.pool import chunk_pool_of
