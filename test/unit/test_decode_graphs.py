@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_registry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
@@ -20,36 +22,80 @@ MAX_BS = 16
 
 
 class StockBackend(AttentionBackend):
+    prepared = 0
+
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         pass
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.prepared += 1
+
+    init_forward_metadata_in_graph = init_forward_metadata_out_graph
 
 
 class LinkedBackend(LinkAttention, StockBackend):
     """As `with_link_path` makes it, of which only the window slots are real."""
 
     def __init__(self, slots):
-        self.link_table = SimpleNamespace(current=LinkedBatch(), ends=torch.empty(0))
+        self.link_table = SimpleNamespace(current=LinkedBatch(), batch_type=LinkedBatch)
         self.link_model = SimpleNamespace(window_slots=slots.__getitem__)
         self.link_decode = SimpleNamespace(allocate_for_graphs=lambda max_rows: None, of=lambda batch, for_graph: {})
         self.init_cuda_graph_state(MAX_BS, MAX_BS)
 
 
-def test_padding_writes_nowhere():
-    """SGLang replays a graph of eight rows for six, then for five. Its batch lists the slots of real tokens only, but
-    the graph stores the keys of all its rows: those of padding in slot 0, which no request owns. Where such a row wrote
-    in an earlier batch, there is a token that is still read."""
+@pytest.fixture
+def capturing():
+    """As SGLang captures a graph for linked rows, and runs it once before."""
+    _set_capture_attention_variant("link")
+    yield
+    _set_capture_attention_variant(None)
+
+
+def test_padding_writes_nowhere(capturing):
+    """A graph of eight rows is replayed for six, then for five. It stores the keys of all its rows: those of padding in
+    slot 0, which no request owns. Where such a row wrote in an earlier batch, there is a token that is still read."""
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(99, generator=torch.manual_seed(0)) + 1])
     backend = LinkedBackend(slots)
-
-    def prepare(tokens):
-        batch = SimpleNamespace(out_cache_loc=torch.tensor(tokens), forward_mode=ForwardMode.DECODE)
-        backend.init_forward_metadata_out_graph(batch)
-
-    prepare([0] * 8)
-    captured = backend.link_window_slots  # what the graph reads in every replay
+    buffers = build_decode_registry(
+        device=torch.device("cpu"),
+        max_bs=MAX_BS,
+        max_num_token=MAX_BS,
+        seq_len_fill_value=1,
+        cache_loc_dtype=torch.int64,
+        share_pool=False,
+    )
+    captured = SimpleNamespace(
+        out_cache_loc=buffers.get_slot("out_cache_loc").buffer[:8], forward_mode=ForwardMode.DECODE
+    )
     for tokens in ([11, 25, 31, 42, 53, 68], [12, 26, 43, 54, 69], [13], [14, 27, 44]):
-        prepare(tokens)
-        assert captured.tolist() == slots[tokens].tolist() + [0] * (8 - len(tokens))
+        batch = SimpleNamespace(out_cache_loc=torch.tensor(tokens))
+        buffers.fill_from(
+            batch, raw_bs=len(tokens), padded_bs=8, raw_num_tokens=len(tokens), padded_num_tokens=8,
+            skip_slots=frozenset(buffers.slot_names()) - {"out_cache_loc"},
+        )  # fmt: skip
+        backend.init_forward_metadata_in_graph(captured)  # what a replay repeats
+        assert backend.link_window_slots.tolist() == slots[tokens].tolist() + [0] * (8 - len(tokens))
+
+
+def test_a_graph_for_linked_rows_prepares_its_batch_itself(capturing):
+    """So the host has nothing to do before a replay, and SGLang's own preparation is for graphs without them."""
+    backend, batch = (
+        LinkedBackend(torch.zeros(1, dtype=torch.int64)),
+        SimpleNamespace(out_cache_loc=torch.zeros(1, dtype=int)),
+    )
+    batch.forward_mode = ForwardMode.DECODE
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert backend.link_planned is None
+    backend.init_forward_metadata_in_graph(batch)
+    assert backend.link_planned == {}
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend.prepared == 0
+    backend.link_table.current = None
+    backend.init_forward_metadata_out_graph(batch)
+    _set_capture_attention_variant("stock")
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    assert backend.prepared == 3 and backend.link_planned is None
 
 
 def table():

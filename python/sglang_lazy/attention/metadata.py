@@ -21,7 +21,8 @@ CopyRanges = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 class DecodeTables:
     """The memory of a decode batch's `Rows`, see there for shapes.
 
-    CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
+    A pass reads this snapshot, never the live tables, which the scheduler may rewrite while the pass runs. CUDA graphs
+    begin by making it.
     """
 
     kv_indptr: torch.Tensor

@@ -30,8 +30,13 @@ class LinkVariants:
 def batch_of_graph(table: SegmentTable, in_capture: bool) -> Any:
     """The table's current batch; in the capture of a graph for linked rows, an empty one."""
     if in_capture:
-        return table.batch_type() if get_capture_attention_variant() == _LINK else None
+        return table.batch_type() if captures_linked_rows() else None
     return table.current
+
+
+def captures_linked_rows() -> bool:
+    """Whether a graph for linked rows is being captured, or run once before that."""
+    return get_capture_attention_variant() == _LINK
 
 
 def add_variants(graph_runner: Any) -> None:
@@ -61,7 +66,7 @@ def key_of_drafting(make: Callable, graph_runner: Any, *args: Any, **kwargs: Any
     key = make(graph_runner, *args, **kwargs)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     running = table is not None and table.current is not None
-    if get_capture_attention_variant() == _LINK or (running and drafts_over_chunks(graph_runner)):
+    if captures_linked_rows() or (running and drafts_over_chunks(graph_runner)):
         return dataclasses.replace(key, attention_variant=_LINK)
     return key
 

@@ -20,7 +20,7 @@ from sglang_lazy.attention.metadata import PrefillRows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan, ServedModel
 from sglang_lazy.port.facts import num_queries
-from sglang_lazy.port.graphs import batch_of_graph
+from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.model.compat import kv_scales
 from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, QueryRows, copy_slots
 from sglang_lazy.port.model.layers import attention_layers
@@ -111,25 +111,20 @@ class LinkAttention(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.link_decode.allocate_for_graphs(max_num_tokens)
-        self.link_window_slots_for_graphs = torch.zeros(
-            max_num_tokens, dtype=torch.int64, device=self.link_table.ends.device
-        )
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         self.link_prefill = self.link_probe_rows = self.link_stock_part = self.link_planned = None
         if batch_of_graph(self.link_table, in_capture) is None:
-            return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self.link_planned = self.link_decode.of(_rows_of(forward_batch), for_graph=True)
-        if self.link_model.window_slots is not None:
-            # The graph also writes the keys of the rows that pad the batch, which have no slots here: to slot 0, as
-            # SGLang has it, not to where these rows wrote in an earlier batch.
-            slots = self.link_model.window_slots(forward_batch.out_cache_loc)
-            self.link_window_slots_for_graphs[len(slots) :].zero_()
-            self.link_window_slots = self.link_window_slots_for_graphs[: len(slots)].copy_(slots)
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.link_planned is None:
-            super().init_forward_metadata_in_graph(forward_batch)
+        """Have a graph for linked rows prepare its batch itself, from tensors that SGLang fills before each replay: the
+        host launches nothing for it."""
+        if not captures_linked_rows():
+            return super().init_forward_metadata_in_graph(forward_batch)
+        self.link_planned = self.link_decode.of(_rows_of(forward_batch), for_graph=True)
+        if self.link_model.window_slots is not None:
+            self.link_window_slots = self.link_model.window_slots(forward_batch.out_cache_loc)
 
     def _copy_ranges(self, pool_indices: torch.Tensor, out: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
         """Copy the slots of `ranges` to `out`.  ranges: from `row_ranges`, on the device."""

@@ -19,7 +19,7 @@ from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.state import as_linked, fill_of, linked
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.graphs import batch_of_graph
+from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import LinkAttention, with_link_path
 from sglang_lazy.port.model.compat import Unfit, unfit_layers
@@ -56,6 +56,9 @@ class LinkStep(LinkAttention):
     def init_forward_metadata_out_graph(self, *args: Any, **kwargs: Any) -> None:
         super(LinkAttention, self).init_forward_metadata_out_graph(*args, **kwargs)
 
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        super(LinkAttention, self).init_forward_metadata_in_graph(forward_batch)
+
 
 class LinkSteps:
     """Mixed into the class of SGLang's container of drafting passes, `attn_backends`."""
@@ -65,7 +68,7 @@ class LinkSteps:
     link_table: SegmentTable
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if not self._copy_rows(forward_batch, self.link_table.current, for_graph=False):
+        if not self._copy_rows(forward_batch, self.link_table.current is not None, for_graph=False):
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -74,17 +77,21 @@ class LinkSteps:
             step.link_decode.allocate_for_graphs(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        if not self._copy_rows(forward_batch, batch_of_graph(self.link_table, in_capture), for_graph=True):
+        if batch_of_graph(self.link_table, in_capture) is None:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)  # type: ignore[misc]
 
-    def _copy_rows(self, forward_batch: ForwardBatch, current: Any, for_graph: bool) -> bool:
-        """Copy the rows of all passes, and return whether `current`, the batch, has linked ones."""
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if not self._copy_rows(forward_batch, captures_linked_rows(), for_graph=True):
+            super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+
+    def _copy_rows(self, forward_batch: ForwardBatch, linked: bool, for_graph: bool) -> bool:
+        """Copy the rows of all passes of a batch with linked ones. Returns `linked`, whether it is one."""
         for i, step in enumerate(self.attn_backends):
             step.link_planned = None
-            if current is not None:
+            if linked:
                 rows = QueryRows.of(forward_batch, i + 1, 1)  # each sees the drafts before it and its own token
                 step.link_planned = step.link_decode.unplanned(rows, for_graph=for_graph)
-        return current is not None
+        return linked
 
 
 def read_chunks(_result: Any, worker: Any) -> None:
