@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from .spec import rope
+
 Weights = dict[str, torch.Tensor]
 
 
@@ -20,7 +22,8 @@ def build_draft(algorithm: str, target: str, cache_dir: str | Path) -> str:
     algorithm: STANDALONE: the target with weights that differ a little, so that some guesses are right; EAGLE and
         EAGLE3: heads with seeded weights, whose guesses are hardly ever right; NEXTN: the target with a layer more,
         which guesses as badly, as released checkpoints have it.
-    target: the folder of a Llama, as `build_model` makes it; for NEXTN, of a GLM-4.5 or a Qwen3.5.
+    target: the folder of a Llama, as `build_model` makes it; for EAGLE3 also of a GPT-OSS, for NEXTN of a GLM-4.5 or
+        a Qwen3.5.
     """
     digest = hashlib.sha256(f"{Path(__file__).read_text()}{Path(target).name}".encode()).hexdigest()[:12]
     path = Path(cache_dir) / f"draft-{algorithm.lower()}-{digest}"
@@ -80,7 +83,8 @@ def _eagle(config: dict, _target: str) -> tuple[dict, Weights]:
 
 
 def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
-    """It guesses the even tokens only, and sees what the first three layers of the target read."""
+    """It guesses the even tokens only, and sees what the first three layers of the target read. Whatever the target
+    is, this is a Llama, with a rotation of its own."""
     config = config.get("text_config", config)
     hidden, vocabulary, generator = config["hidden_size"], config["vocab_size"], torch.Generator().manual_seed(2)
     guessed = torch.arange(vocabulary) % 2 == 0
@@ -93,12 +97,16 @@ def _eagle3(config: dict, _target: str) -> tuple[dict, Weights]:
     weights["t2d"], weights["d2t"] = guessed, torch.arange(num_guessed)  # token 2 i is i tokens further
     settings = {
         "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "rope_parameters": rope(),
         "num_hidden_layers": 1,
         "draft_vocab_size": num_guessed,
         "num_aux_hidden_states": 3,
         "tie_word_embeddings": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True},
     }
+    config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window")}
     return {**config, **settings}, weights
 
 

@@ -1,6 +1,7 @@
 """Speculation over chunks on a CPU: answers are the oracle's, whatever was drafted and accepted."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from served import TWO_RANKS
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from test_oracle_matrix import GROUPS, Served, reuse
 
-from fakes import speculation_on_cpu, streams
+from fakes import remembered_drafts, speculation_on_cpu, streams
 from oracle.models import MODELS
 from oracle.models.build import build
 from oracle.models.drafts import build_draft
@@ -68,24 +69,26 @@ def chain(steps):
 
 
 WAYS = {
-    "STANDALONE": ("STANDALONE", {}),
-    "STANDALONE synchronous": ("STANDALONE", {"disable_overlap_schedule": True, "chunked_prefill_size": 64}),
-    "STANDALONE by one": ("STANDALONE", chain(1)),
-    "STANDALONE by seven": ("STANDALONE", {**chain(7), "chunked_prefill_size": 64}),
-    "STANDALONE on two ranks": ("STANDALONE", {"tp_size": 2}),
-    "EAGLE": ("EAGLE", {}),
-    "EAGLE synchronous": ("EAGLE", {"disable_overlap_schedule": True}),
-    "EAGLE3": ("EAGLE3", {"chunked_prefill_size": 64}),
+    "STANDALONE": ("STANDALONE", "llama", {}),
+    "STANDALONE synchronous": ("STANDALONE", "llama", {"disable_overlap_schedule": True, "chunked_prefill_size": 64}),
+    "STANDALONE by one": ("STANDALONE", "llama", chain(1)),
+    "STANDALONE by seven": ("STANDALONE", "llama", {**chain(7), "chunked_prefill_size": 64}),
+    "STANDALONE on two ranks": ("STANDALONE", "llama", {"tp_size": 2}),
+    "EAGLE": ("EAGLE", "llama", {}),
+    "EAGLE synchronous": ("EAGLE", "llama", {"disable_overlap_schedule": True}),
+    "EAGLE3": ("EAGLE3", "llama", {"chunked_prefill_size": 64}),
+    # Windows and sinks, of which the draft has none; in one pool, where policies may copy
+    "EAGLE3 of gpt-oss": ("EAGLE3", "gpt-oss", {"disable_hybrid_swa_memory": True}),
 }
 
 
 @pytest.fixture(scope="module", params=[pytest.param(way, marks=pytest.mark.xdist_group(way)) for way in WAYS])
 def served(request, model_dir, with_plugin):
-    algorithm, options = WAYS[request.param]
+    algorithm, model, options = WAYS[request.param]
     with with_plugin(speculation_on_cpu.load), pytest.MonkeyPatch.context() as environment:
         for name, value in TWO_RANKS.items() if "tp_size" in options else ():
             environment.setenv(name, value)
-        served = Speculating(algorithm, "llama", model_dir, **options)
+        served = Speculating(algorithm, model, model_dir, **options)
     yield served
     served.engine.shutdown()
     gc.collect()
@@ -109,14 +112,14 @@ def test_whole_chains_are_accepted_and_none(served):
     assert served.accepted() >= ({0, longest} if served.is_standalone else {0})
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
-def test_chunks_from_the_host(algorithm, model_dir, with_plugin):
+@pytest.mark.parametrize(("algorithm", "model"), [("STANDALONE", "llama"), ("EAGLE3", "llama"), ("EAGLE3", "gpt-oss")])
+def test_chunks_from_the_host(algorithm, model, model_dir, with_plugin):
     """A draft's KV comes back with the chunk's, and before the draft reads it: as many drafts are accepted as before.
     Only STANDALONE's are ever right; EAGLE3's shows that layers unlike the model's do not disturb it. Copies are as
     late as a GPU allows."""
     tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 32.0, "max_total_tokens": 1024}
     with with_plugin(speculation_on_cpu.load), with_plugin(streams.load):
-        served = Speculating(algorithm, "llama", model_dir, **tiers)
+        served = Speculating(algorithm, model, model_dir, **tiers)
     try:
         dice, accepted = Dice("from the host"), []
         prompt = [dice.text(6), *(dice.chunk(length) for length in (40, 25, 60)), dice.text(9)]
@@ -145,11 +148,40 @@ def test_layers_with_windows(model_dir, with_plugin):
         served.engine.shutdown()
 
 
+LENGTHS = [7, *([1, 2, 3, 5] if os.environ.get("LAZY_ALL_MODELS") else [])]  # of chains
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_windows_and_sinks(steps, model_dir, with_plugin):
+    """gpt-oss, drafted for by a Llama: runs of every length, and answers longer than a window. Window layers have few
+    slots, so chunks lose window KV that is computed again; and what is drafted takes slots there, too."""
+    few = {"chunked_prefill_size": 64, "swa_full_tokens_ratio": 0.25}
+    with with_plugin(remembered_drafts.load):
+        served = Speculating("EAGLE3", "gpt-oss", model_dir, **chain(steps), **few)
+    try:
+        for names in GROUPS[:2]:
+            assert any(hit for _, hit in reuse(served.play(names)))
+            served.flush()
+        dice = Dice("windows and sinks")
+        prompts = [[dice.text(7), dice.chunk(40), dice.chunk(25), dice.text(5)] for _ in range(3)]
+        served.num_tokens = 60
+        for prompt in [*prompts, *prompts]:
+            served.answer(prompt)
+        assert served.accepted() == set(range(steps + 1))
+        for length in range(2, 9, 2):
+            stops_within_a_run(served, prompts[-1], length)
+    finally:
+        served.engine.shutdown()
+
+
 @pytest.mark.parametrize("length", range(1, 9))
 def test_an_answer_that_stops_within_a_run(served, length):
-    """Its text is published up to the stop, so the next turn finds that, and nothing that was drafted beyond."""
     dice = Dice(f"stop {length}")
-    prompt = [dice.text(7), dice.chunk(40), dice.chunk(25), dice.text(5)]
+    stops_within_a_run(served, [dice.text(7), dice.chunk(40), dice.chunk(25), dice.text(5)], length)
+
+
+def stops_within_a_run(served, prompt, length):
+    """The answer is published up to the stop, so the next turn finds that, and nothing that was drafted beyond."""
     whole = served.answer(prompt)[0]["output_ids"]
     stop = whole[length]
     expected = whole[: whole.index(stop) + 1]
@@ -157,7 +189,7 @@ def test_an_answer_that_stops_within_a_run(served, length):
     params = {"temperature": 0, "max_new_tokens": 20, "stop_token_ids": [stop]}
     output = served.engine.generate(segments=[segment.to_request() for segment in prompt], sampling_params=params)
     assert output["output_ids"] == expected and output["meta_info"]["finish_reason"]["matched"] == stop
-    turn = [*prompt, text(expected), dice.text(4)]
+    turn = [*prompt, text(expected), Dice("turn").text(4)]
     again = served.answer(turn)[0]
     assert again["meta_info"]["cached_tokens"] >= len(token_ids(prompt)) + len(expected) - 1
     served.flush()

@@ -74,14 +74,6 @@ def test_a_model_that_fits_gets_the_link_path(fits, monkeypatch):
     assert table_of(fits.req_to_token_pool).max_segments == LazyConfig.max_chunks
 
 
-def test_sinks_are_not_tested_with_drafts(fits, monkeypatch):
-    layer = AttentionLayer(1, 1, 32, SimpleNamespace(cos_sin_cache=torch.zeros(1, 32)), sinks=True)
-    monkeypatch.setattr(model_runner, "check_layers", lambda *_: {0: layer})
-    fits.spec_algorithm = SpeculativeAlgorithm.STANDALONE
-    with pytest.raises(compat.Unfit, match="sinks"):
-        start(fits, monkeypatch)
-
-
 def test_a_model_that_drafts_keeps_sglangs_own_attention(fits, monkeypatch):
     fits.is_draft_worker = True
     assert str(start(fits, monkeypatch)) == "stock" and table_of(fits.req_to_token_pool) is None

@@ -101,8 +101,6 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
         layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
     except ValueError as error:
         raise Unfit([str(error)]) from error
-    if not runner.spec_algorithm.is_none() and any(layer.sinks for layer in layers.values()):
-        raise Unfit(["--speculative-algorithm with attention sinks: not tested"])
     if architecture(runner.model_config) not in TESTED:
         logger.warning(
             "%s passed the start-up check, but no test of sglang-lazy has served it: compare its answers with those "
