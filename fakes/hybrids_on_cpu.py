@@ -1,5 +1,6 @@
 """Makes SGLang serve models with recurrent layers on a CPU, for which it has Triton kernels alone: each is replaced by
-plain PyTorch. `ENVIRONMENT` and `OPTIONS` are what such a server needs besides."""
+plain PyTorch. `ENVIRONMENT` is what such a server needs besides; the options `WITHOUT_OVERLAP` choose the way in which
+SGLang schedules such models if not by default."""
 
 import importlib
 import sys
@@ -14,7 +15,7 @@ ENVIRONMENT = {
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # of the inputs in states; by default bf16, whatever the model's
     "TORCHDYNAMO_DISABLE": "1",
 }
-OPTIONS = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+WITHOUT_OVERLAP = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 
 OPS = "sglang.kernels.ops"
 MAMBA = "sglang.srt.layers.attention.mamba"
@@ -25,7 +26,11 @@ HOMES = {
     f"{OPS}.attention.fla.chunk": ("chunk_gated_delta_rule",),
     f"{OPS}.attention.fla.fused_recurrent": ("fused_recurrent_gated_delta_rule_packed_decode",),
     f"{OPS}.attention.linear.fused_sigmoid_gating_recurrent": ("fused_sigmoid_gating_delta_rule_update",),
-    f"{OPS}.mamba.mamba_state_scatter_triton": ("scatter_mamba_states_after_mtp_verify",),
+    f"{OPS}.mamba.mamba_state_scatter_triton": (
+        "scatter_mamba_states_after_mtp_verify",
+        "track_mamba_states_all_layers",
+        "track_mamba_states_if_needed",
+    ),
     f"{OPS}.attention.fla.layernorm_gated": ("layernorm_fn",),
     f"{OPS}.attention.fla.fused_norm_gate": ("rms_norm_gated",),
     f"{OPS}.attention.triton_gdn_fused_proj": (
@@ -51,6 +56,9 @@ def load() -> None:
     for home, names in HOMES.items():
         for name in names:
             _replace(importlib.import_module(home), name, getattr(recurrent_layers, name))
+    mamba_hook = importlib.import_module("sglang.srt.arg_groups.mamba_hook")
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # SGLang pins what it tracks in decode, on any device
     torch.cuda.current_device = lambda: "cpu"  # Qwen3-Next's norms are made there
     mixer = importlib.import_module(f"{MAMBA}.mamba")
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):  # it imports these on GPUs only

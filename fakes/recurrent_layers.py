@@ -67,6 +67,9 @@ def causal_conv1d_update(
 
 # Gated delta rule: a slot's state is [value heads, V, K].
 
+BLOCK = 64
+"""The tokens of a block, before each of which the kernel tells the state."""
+
 
 def fused_gdn_gating(A_log, a, b, dt_bias, *_, **__):
     """Log decays and write strengths, [1, tokens, value heads] each."""
@@ -93,13 +96,15 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None,
     use_qk_l2norm_in_kernel=False, inplace_update=True, **_,
 ):  # fmt: skip
-    """Everything but states has a first dimension of 1. Returns no states at the boundaries of blocks."""
-    out, scale = torch.zeros_like(v), k.shape[-1] ** -0.5 if scale is None else scale
+    """Everything but states has a first dimension of 1. Returns also the states before each block of a sequence."""
+    out, scale, within = torch.zeros_like(v), k.shape[-1] ** -0.5 if scale is None else scale, []
     for begin, end, slot in _sequences(cu_seqlens, initial_state_indices):
-        one = [x[0, begin:end] for x in (q, k, v, g, beta)]
         state = initial_state[slot] if inplace_update else initial_state[slot].clone()
-        out[0, begin:end] = _delta_steps(*one, state, scale, use_qk_l2norm_in_kernel)
-    return out, None, None
+        for start in range(begin, end, BLOCK):
+            within.append(state.clone())
+            one = [x[0, start : min(start + BLOCK, end)] for x in (q, k, v, g, beta)]
+            out[0, start : min(start + BLOCK, end)] = _delta_steps(*one, state, scale, use_qk_l2norm_in_kernel)
+    return out, None, torch.stack(within)[None]
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -153,6 +158,21 @@ def scatter_mamba_states_after_mtp_verify(
         if slot >= 0 and step >= 0:
             for states, of_steps in written:
                 states[:, slot] = of_steps[:, row, step]
+
+
+def track_mamba_states_if_needed(
+    conv_states, ssm_states, slots, mask, track_slots, batch_size, check_freed_slots=False
+):
+    """Copy the states of the rows that `mask` names to other slots. conv_states, ssm_states: [slots, ...]."""
+    rows = mask[:batch_size].nonzero()[:, 0]
+    for states in (conv_states, ssm_states):
+        states[track_slots[rows].long()] = states[slots[rows].long()]
+
+
+def track_mamba_states_all_layers(conv_states, ssm_states, *args, **kwargs):
+    """The same in all layers, [num_layers, slots, ...]."""
+    for of_layer in zip(conv_states, ssm_states, strict=True):
+        track_mamba_states_if_needed(*of_layer, *args, **kwargs)
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(qkvz, ba, num_key_heads, num_value_heads, k_dim, v_dim):
@@ -214,20 +234,21 @@ def _steps_of(dt, bias, softplus, limit=(0.0, float("inf"))):
 
 def mamba_chunk_scan_combined(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
-    dt_softplus=False, dt_limit=(0.0, float("inf")), return_varlen_states=False, return_track_states=False, out=None,
-    state_dtype=None, **_,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_varlen_states=False, return_track_states=False,
+    track_seq_idx=None, track_end_locs=None, out=None, state_dtype=None, **_,
 ):  # fmt: skip
     """x: [1, tokens, heads, P]; dt: [1, tokens, heads]; A: [heads]; B, C: [1, tokens, groups, N]; D: [heads], or with
-    P. initial_states: [sequences, heads, P, N]. Writes out and returns the states after the sequences, and
-    none at boundaries of blocks."""
+    P. initial_states: [sequences, heads, P, N]. Writes out and returns the states after the sequences; if asked, also
+    those before blocks of the batch's tokens, and those of the sequences track_seq_idx before tokens track_end_locs."""
     assert return_varlen_states and z is None
     x, B, C = (each[0].float() for each in (x, B, C))
     dt, per_group = _steps_of(dt[0], dt_bias, dt_softplus, dt_limit), x.shape[1] // B.shape[1]
     B, C = B.repeat_interleave(per_group, 1), C.repeat_interleave(per_group, 1)
-    y, states = torch.zeros_like(x), []
+    y, states, before = torch.zeros_like(x), [], {}
     for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         state = x.new_zeros(*x.shape[1:], B.shape[-1]) if initial_states is None else initial_states[i].float()
         for t in range(begin, end):
+            before[t] = i, state
             added = (dt[t, :, None] * x[t])[..., None] * B[t, :, None]
             state = state * (dt[t] * A.float()).exp()[:, None, None] + added
             y[t] = (state * C[t, :, None]).sum(-1)
@@ -235,8 +256,18 @@ def mamba_chunk_scan_combined(
     if D is not None:
         y += x * (D.float()[:, None] if D.dim() == 1 else D.float())
     out.view(y.shape).copy_(y)
-    after = torch.stack(states).to(state_dtype or torch.float32)
-    return (None, after, None) if return_track_states else (None, after)
+
+    def stacked(some):
+        return torch.stack(some).to(state_dtype or torch.float32)
+
+    if not return_track_states:
+        return None, stacked(states)
+    tracked = None
+    if track_end_locs is not None and len(track_end_locs):
+        wanted = [before[t] for t in track_end_locs.tolist()]
+        assert [i for i, _ in wanted] == track_seq_idx.tolist()
+        tracked = stacked([state for _, state in wanted])[None]
+    return stacked([before[t][1] for t in range(0, len(x), chunk_size)])[None], stacked(states), tracked
 
 
 def selective_state_update(

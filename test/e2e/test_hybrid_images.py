@@ -16,7 +16,7 @@ pytestmark = [
 ]
 FLAGS = [
     *("--max-total-tokens", "2048", "--max-running-requests", "4", "--disable-cuda-graph"),
-    *("--disable-fast-image-processor", "--disable-overlap-schedule", "--mamba-radix-cache-strategy", "no_buffer"),
+    "--disable-fast-image-processor",
     *("--chunked-prefill-size", "48"),  # parts end inside images
 ]
 

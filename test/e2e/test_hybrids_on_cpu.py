@@ -47,7 +47,7 @@ def serving(stock_path, with_plugin, tmp_path):
     @contextlib.contextmanager
     def serving(path, module="sglang.launch_server"):
         flags = ["--model-path", path, "--skip-tokenizer-init", "--skip-server-warmup", *FLAGS]
-        for option, value in {**CPU_OPTIONS, **hybrids_on_cpu.OPTIONS}.items():
+        for option, value in CPU_OPTIONS.items():
             flags += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
         with with_plugin(hybrids_on_cpu.load):
             environment = dict(hybrids_on_cpu.ENVIRONMENT)
@@ -71,7 +71,7 @@ def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
         answers = ask(url, prompts)
         prompts.append([*prompts[1], *answers[1]["output_ids"], *dice.ids(3)])
         answers += ask(url, prompts[-1:])
-    assert answers[-1]["meta_info"]["cached_tokens"] >= 133
+    assert answers[-1]["meta_info"]["cached_tokens"] >= 128  # with overlap, states are kept at multiples of 64
     model = load_hybrid(path)
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = answer["output_ids"]
@@ -89,7 +89,8 @@ def test_answers_without_chunks_are_stocks_to_the_bit(name, model_dir, serving):
         with serving(path, module) as url:
             (answer,) = ask(url, [first])
             answers = [answer, *ask(url, [second]), *ask(url, [[*first, *answer["output_ids"], 7]])]
-        reported.append([each["meta_info"]["output_token_logprobs"] for each in answers])
+        details = [each["meta_info"] for each in answers]
+        reported.append([(each["output_token_logprobs"], each["cached_tokens"]) for each in details])
     assert reported[0] == reported[1]
 
 

@@ -52,7 +52,13 @@ class SpeculatingHybrid(test_recurrent_chunks.Served):
     def __init__(self, name, folder, **options):
         self.histograms = []
         draft = build_draft("NEXTN", build_model(HYBRIDS[name], folder), folder)
-        options = {"model_path": draft, "speculative_algorithm": "NEXTN", **speculation_on_cpu.OPTIONS, **options}
+        options = {
+            "model_path": draft,
+            "speculative_algorithm": "NEXTN",
+            **hybrids_on_cpu.WITHOUT_OVERLAP,
+            **speculation_on_cpu.OPTIONS,
+            **options,
+        }
         super().__init__(name, folder, **options)
 
     def answer(self, *prompts):

@@ -30,7 +30,6 @@ TOLERANCE = 1e-4  # of a log-probability: both compute in fp32, and in another o
 NUM_TOKENS = 4
 OPTIONS = dict(
     **CPU_OPTIONS,
-    **hybrids_on_cpu.OPTIONS,
     max_total_tokens=2048,
     max_running_requests=8,
     context_length=2048,
@@ -58,6 +57,7 @@ class Served:
         self.expected = functools.cache(lambda prompt, tokens, *more: oracle.logprobs(list(prompt), tokens, *more))
         self.neutral = tuple(transformers.AutoTokenizer.from_pretrained(path).encode(PREAMBLE))
         self.min_chunk = 2 if name.startswith("lfm2") else 3  # the width of convolutions, less one: others are text
+        self.in_parts = "chunked_prefill_size" in options
         options = {**OPTIONS, **HYBRIDS[name].cpu_options, **options}
         self.engine = EngineProcess(**{"model_path": path, "installed": False, **options})
 
@@ -164,11 +164,43 @@ def test_scenarios(served):
     served.play(list(SCENARIOS))
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "falcon-h1", *(["qwen3.5 on two ranks"] if ALL else [])])
+def test_prompts_without_chunks_beside_others(served):
+    """In passes with chunks, SGLang keeps states of prompts without: with overlap, at their last multiple of 64. Second
+    turns go on from there. It keeps no state of a prompt with chunks."""
+    dice = Dice("beside")
+    a, b = dice.chunks(2, 20, 60)
+    between, question = dice.text(5), dice.text(12)
+    plain = [dice.text(150), dice.text(128), dice.text(70)]
+    linked = [[a, between, b, question], [b, dice.text(90)], [dice.text(80), a, question]]
+    for _ in range(2):
+        first = served.answer(*[each for pair in zip(linked, ([text] for text in plain), strict=True) for each in pair])
+        answers = first[1::2]
+        turns = [
+            [text(prompt.ids + tuple(answer["output_ids"]) + dice.text(9).ids)]
+            for prompt, answer in zip(plain, answers, strict=True)
+        ]
+        second = served.answer(*[each for pair in zip(turns, linked, strict=True) for each in pair])[::2]
+        cached = [output["meta_info"]["cached_tokens"] for output in second]
+        if served.min_chunk == 2:  # LFM2 is served without overlap
+            assert cached == [len(prompt.ids) + NUM_TOKENS - 1 for prompt in plain]
+        elif not served.in_parts:  # which end elsewhere
+            assert cached == [len(prompt.ids) // 64 * 64 for prompt in plain]
+        plain = [turn[0] for turn in turns]
+    for prompt in linked:  # as tokens, they begin like nothing that SGLang has cached
+        (output,) = served.answer([text(token_ids(prompt) + list(dice.ids(1)))])
+        assert output["meta_info"]["cached_tokens"] == 0
+
+
+HOST_WAYS = {"": {}, "without overlap": hybrids_on_cpu.WITHOUT_OVERLAP, "on two ranks": {"tp_size": 2}}
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3.5", "falcon-h1 without overlap", *(["qwen3.5 on two ranks"] if ALL else [])]
+)
 def with_host(request, model_dir, with_plugin):
-    name, _, ranks = request.param.partition(" ")
+    name, _, way = request.param.partition(" ")
     tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "max_total_tokens": 400}
-    with serving(name, model_dir, with_plugin, tp_size=2 if ranks else 1, **tiers) as served:
+    with serving(name, model_dir, with_plugin, **HOST_WAYS[way], **tiers) as served:
         yield served
 
 

@@ -59,7 +59,7 @@ def test_a_new_server_answers_over_stored_states(name, model_dir, with_plugin, t
 def precompute(name, model_dir, with_plugin, tmp_path, chunks):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"input_ids": segment.ids}) + "\n" for segment in chunks))
-    options = {**hybrids_on_cpu.OPTIONS, **HYBRIDS[name].cpu_options, "max_total_tokens": OPTIONS["max_total_tokens"]}
+    options = {**HYBRIDS[name].cpu_options, "max_total_tokens": OPTIONS["max_total_tokens"]}
     options |= {"context_length": OPTIONS["context_length"], "disable_cuda_graph": True, **TIERS}
     flags = [*device_flags()]
     for option, value in options.items():

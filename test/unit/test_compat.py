@@ -212,8 +212,8 @@ def test_full_prefill_graphs_do_not_fit_without_a_host_tier_either():
 
 WITH_STATES = {
     "enable_hierarchical_cache": False,
-    "mamba_radix_cache_strategy": "no_buffer",
-    "disable_overlap_schedule": True,
+    "mamba_radix_cache_strategy": "extra_buffer",
+    "disable_overlap_schedule": False,
     "enable_mixed_chunk": False,
     "enable_lora": False,
     "lora_paths": None,
@@ -224,7 +224,8 @@ WITH_STATES = {
     "enable_int8_mamba_checkpoint": False,
     "enable_page_major_kv_layout": False,
 }
-"""Flags that matter for a model with recurrent layers, as they must be."""
+"""Flags that matter for a model with recurrent layers, as they are by default."""
+WITHOUT_OVERLAP = {**WITH_STATES, "mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 
 
 class Config(SimpleNamespace):
@@ -239,19 +240,18 @@ def lfm2_config(**changes):
     return Config(hf_config=config, is_draft_model=False, num_hidden_layers=config.num_hidden_layers)
 
 
-def test_the_defaults_fit_recurrent_layers():
-    assert recurrent.unfit_states(Args(**WITH_STATES), lfm2_config()) == []
+@pytest.mark.parametrize("flags", [WITH_STATES, WITHOUT_OVERLAP])
+def test_the_defaults_fit_recurrent_layers(flags):
+    assert recurrent.unfit_states(Args(**flags), lfm2_config()) == []
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
-        ("mamba_radix_cache_strategy", "extra_buffer", "--mamba-radix-cache-strategy extra_buffer"),
-        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("mamba_radix_cache_strategy", "extra_buffer_lazy", "--mamba-radix-cache-strategy extra_buffer_lazy"),
         ("enable_mixed_chunk", True, "--enable-mixed-chunk"),
         ("enable_lora", True, "LoRA"),
         ("lora_paths", ["a"], "LoRA"),
-        ("disable_overlap_schedule", False, "--disable-overlap-schedule"),
         ("enable_linear_replayssm", True, "--enable-linear-replayssm"),
         ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm"),
         ("enable_int8_mamba_checkpoint", True, "--enable-int8-mamba-checkpoint"),
@@ -269,22 +269,26 @@ def test_unfit_flags_with_recurrent_layers(flag, value, reason):
 
 @pytest.mark.parametrize(("algorithm", "fits"), [("EAGLE", True), ("EAGLE3", False), ("STANDALONE", False)])
 def test_gated_delta_rules_fit_drafts(algorithm, fits):
-    """Of a layer of the model's own; other recurrent layers do not, see above."""
+    """Of a layer of the model's own, without overlap; other recurrent layers do not."""
+    args = Args(**{**WITHOUT_OVERLAP, "speculative_algorithm": algorithm})
     config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
-    given = recurrent.unfit_states(Args(**{**WITH_STATES, "speculative_algorithm": algorithm}), config)
-    assert fits == (given == [])
+    assert fits == (recurrent.unfit_states(args, config) == [])
+    (given,) = recurrent.unfit_states(args, lfm2_config())
+    assert "--speculative-algorithm" in given
+    overlapping = Args(**{**WITH_STATES, "speculative_algorithm": algorithm})
+    assert any("--disable-overlap-schedule" in given for given in recurrent.unfit_states(overlapping, config))
 
 
 def test_drafts_and_a_host_tier_with_recurrent_layers():
     """Each is served, both are not."""
     config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
-    flags = {**WITH_STATES, "enable_hierarchical_cache": True}
+    flags = {**WITHOUT_OVERLAP, "enable_hierarchical_cache": True}
     assert recurrent.unfit_states(Args(**flags), config) == []
     (given,) = recurrent.unfit_states(Args(**{**flags, "speculative_algorithm": "EAGLE"}), config)
     assert "--enable-hierarchical-cache" in given
 
 
-@pytest.mark.parametrize("strategy, share", [("no_buffer", 0.2), ("extra_buffer", 0)])
+@pytest.mark.parametrize("strategy, share", [("extra_buffer", 0.2), ("extra_buffer_lazy", 0)])
 def test_states_take_memory_only_where_chunks_are_reused(monkeypatch, strategy, share):
     """Of 2 GiB that SGLang has for KV and states."""
     layout = StateLayout(1, ((1, 256),), torch.float32)

@@ -12,24 +12,26 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBac
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.layers.attention.mamba import mamba
+from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata, Mamba2Metadata
 from sglang.srt.mem_cache.memory_pool import MambaPool
 
 from fakes import recurrent_layers
 from fakes.recurrent_batches import NUM_SLOTS, Batch
 from oracle.recurrence import Recurrence, Shape, States
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
-from sglang_lazy.recurrent.pieces import Pieces
+from sglang_lazy.recurrent.pieces import Pieces, Text, TextRow
 from sglang_lazy.recurrent.pool import StateLayout, StatePool
 
 SHAPES = {"delta": Shape("delta", 4, 2, 8, 12), "mamba": Shape("mamba", 4, 2, 6, 8)}
 STOCK = {"delta": gdn_backend.GDNAttnBackend, "mamba": Mamba2AttnBackend}
 LINKS = {"delta": LinkDeltaRule, "mamba": LinkMamba2}
-LAYER, TOLERANCE = 5, 1e-5
+LAYER, TOLERANCE, BLOCK = 5, 1e-5, 4
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """As the plugin of the tests on CPUs has them."""
+    """As the plugin of the tests on CPUs has them, with blocks that several of fit into a piece."""
+    monkeypatch.setattr(recurrent_layers, "BLOCK", BLOCK)
     for name in ("causal_conv1d_fn", "fused_gdn_gating"):
         monkeypatch.setattr(gdn_backend, name, getattr(recurrent_layers, name))
     monkeypatch.setattr(gdn_triton, "chunk_gated_delta_rule", recurrent_layers.chunk_gated_delta_rule)
@@ -39,7 +41,11 @@ def kernels(monkeypatch):
 
 
 class Server:
-    """A backend of one layer whose slots are those of a random batch; two requests' slots are swapped in SGLang."""
+    """A backend of one layer whose slots are those of a random batch, in another order in SGLang.
+
+    tracked: the tokens that rows without chunks have gone through at their last complete block, by the slot in which
+        SGLang's cache wants the state there.
+    """
 
     def __init__(self, kind, seed):
         self.shape = shape = SHAPES[kind]
@@ -55,30 +61,92 @@ class Server:
         self.order = torch.randperm(NUM_SLOTS, generator=gates)  # the slot of each request
         self.pool = self.filled_pool(self.batch.chunks)
         self.cache = self.filled_cache(self.batch.requests)
+        self.tracked = self.tracked_rows()
         index = dict(mamba2_layer_index=lambda layer_id: {LAYER: 1}[layer_id], mamba2_layer_cache=lambda _: self.cache)
-        order = self.order
+        metadata = self.metadata()
 
         class Stock(STOCK[kind]):
             req_to_token_pool = SimpleNamespace(**index)
-            mamba_chunk_size = 64
+            mamba_chunk_size = BLOCK
 
             def __init__(self):
                 pass
 
             def init_forward_metadata(self, forward_batch):
-                self.forward_metadata = SimpleNamespace(mamba_cache_indices=order)
+                self.forward_metadata = metadata
 
         self.backend = type("Linked", (LINKS[kind], Stock), {})()
         pieces = Pieces.of(self.batch.rows, shape.width, torch.device("cpu"))
         self.backend.init_link_states(SimpleNamespace(pool=self.pool, pieces=pieces))
 
-    def filled_cache(self, requests):
-        conv = torch.zeros(NUM_SLOTS, sum(self.shape.dims), self.shape.width)
-        states = torch.zeros(NUM_SLOTS, self.shape.heads, self.shape.v, self.shape.k)
-        for request, tokens in enumerate(requests):
-            conv[self.order[request]] = self.layer.last_inputs(tokens)
-            states[self.order[request]] = self.oracle.after(tokens)
+    def filled_cache(self, requests, tracked=None):
+        conv = torch.zeros(2 * NUM_SLOTS, sum(self.shape.dims), self.shape.width)
+        states = torch.zeros(2 * NUM_SLOTS, self.shape.heads, self.shape.v, self.shape.k)
+        kept = {int(self.order[request]): tokens for request, tokens in enumerate(requests)}
+        for slot, tokens in {**kept, **(tracked or {})}.items():
+            conv[slot] = self.layer.last_inputs(tokens)
+            states[slot] = self.oracle.after(tokens)
         return MambaPool.State(conv=[conv], temporal=states)
+
+    def plain_rows(self):
+        """The rows without chunks that have a block: (request, first token in the batch, number of tokens)."""
+        begin = 0
+        for row in self.batch.rows:
+            parts = row.parts if isinstance(row, TextRow) else [Text(row.num_tokens)]
+            lens = [part.num_tokens for part in parts if isinstance(part, Text)]
+            if isinstance(row, TextRow) and len(parts) == 1 and lens[0] >= BLOCK:
+                yield row.slot, begin, lens[0]
+            begin += sum(lens)
+
+    def tracked_rows(self):
+        tracked = {}
+        for request, begin, count in self.plain_rows():
+            seen = self.batch.context[self.batch.tokens[begin]]
+            tracked[NUM_SLOTS + request] = seen + self.batch.tokens[begin : begin + count // BLOCK * BLOCK]
+        return tracked
+
+    def metadata(self):
+        """As SGLang makes it, which knows rows; requests are its rows, whatever their order in the batch."""
+        rows = [*self.plain_rows()]
+        ends = {request: begin + count // BLOCK * BLOCK for request, begin, count in rows}
+        final = [request for request, _, count in rows if count % BLOCK == 0]
+        within = [request for request in ends if request not in final]
+        by_grid = self.shape.kind == "mamba"
+        read = [request for request in within if not by_grid or ends[request] % BLOCK == 0]
+        recomputed = [request for request in within if request not in read]
+        blocks = torch.full((NUM_SLOTS,), -1, dtype=torch.int32)
+        for request, _, count in rows:
+            blocks[request] = -1 if request in final else count // BLOCK
+        width = torch.arange(-self.shape.width, 0)
+
+        def ints(numbers):
+            return torch.tensor(numbers, dtype=torch.int64)
+
+        tracking = dict(
+            has_mamba_track_mask=bool(rows),
+            conv_states_mask_indices=NUM_SLOTS + ints([*ends]),
+            track_conv_indices=ints([*ends.values()])[:, None] + width,
+            track_ssm_final_src=self.order[ints(final)],
+            track_ssm_final_dst=NUM_SLOTS + ints(final),
+            track_chunk_idx=blocks,
+            track_ssm_h_batch_src=ints(within),
+            # Of the delta rule, what SGLang counts without pieces.
+            track_ssm_h_src=ints([ends[request] // BLOCK if by_grid else 10**6 for request in read]),
+            track_ssm_h_dst=NUM_SLOTS + ints(read),
+        )
+        if not by_grid:
+            return ForwardMetadata(query_start_loc=None, mamba_cache_indices=self.order, **tracking)
+        return Mamba2Metadata(
+            query_start_loc=None,
+            mamba_cache_indices=self.order,
+            num_prefills=NUM_SLOTS,
+            num_prefill_tokens=len(self.batch.tokens),
+            num_decodes=0,
+            track_ssm_seq_idx=ints(recomputed),
+            track_ssm_end_locs=ints([ends[request] for request in recomputed]),
+            track_ssm_recompute_dst=NUM_SLOTS + ints(recomputed),
+            **tracking,
+        )
 
     def filled_pool(self, chunks):
         """Of two layers, the second one is served."""
@@ -143,7 +211,7 @@ def test_outputs_and_slots_are_those_of_the_recurrence(kind, seed):
     requests, chunks = ([after.get(slot, before[slot]) for slot in range(NUM_SLOTS)] for before, after in (
         (batch.requests, batch.requests_after), (batch.chunks, batch.chunks_after)
     ))  # fmt: skip
-    cache, pool = server.filled_cache(requests), server.filled_pool(chunks)
+    cache, pool = server.filled_cache(requests, server.tracked), server.filled_pool(chunks)
     kept = [(server.cache.conv[0], cache.conv[0]), (server.cache.temporal, cache.temporal)]
     kept += [(actual[1], due[1]) for actual, due in ((server.pool.h, pool.h), (server.pool.p, pool.p))]
     for actual, due in [*kept, (server.pool.conv[0][1], pool.conv[0][1])]:

@@ -61,6 +61,7 @@ STEPS = {
         "PrefillAdder.preempt_to_schedule",
         "PrefillAdder.add_one_req",
         "ScheduleBatch.prepare_for_extend",
+        "ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
         "Scheduler.update_running_batch",
     ),
     "Its forward pass runs": (

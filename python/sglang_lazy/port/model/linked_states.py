@@ -3,12 +3,14 @@
 All other batches go to SGLang's own code.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba import mamba
@@ -26,6 +28,8 @@ from sglang_lazy.recurrent.pieces import Pieces
 class LinkStates(AttentionBackend):
     """link_layers: of the model, with their pool.
     link_pieces: of the current batch, with slots of SGLang's pool; None if it is entirely SGLang's.
+    link_metadata: SGLang's description of the batch, in pieces. What its cache wants of the states within them is that
+        of rows without chunks, each of which is one piece.
     """
 
     def init_link_states(self, layers: Any) -> None:
@@ -36,8 +40,19 @@ class LinkStates(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        pieces = self.link_layers.pieces
-        self.link_pieces = None if pieces is None else pieces.in_slots(self.forward_metadata.mamba_cache_indices)
+        self.link_pieces, pieces, metadata = None, self.link_layers.pieces, self.forward_metadata
+        if pieces is None:
+            return
+        self.link_pieces = pieces.in_slots(metadata.mamba_cache_indices)
+        self.link_metadata = metadata
+        if metadata.has_mamba_track_mask:
+            of_rows = torch.zeros_like(metadata.mamba_cache_indices)
+            of_rows[pieces.last.slots] = pieces.last.pieces.to(of_rows.dtype)
+            self.link_metadata = self.link_tracked(metadata, pieces, of_rows)
+
+    def link_tracked(self, metadata: Any, pieces: Pieces, of_rows: torch.Tensor) -> Any:
+        """The same metadata, if the kernel returns states by piece.  of_rows: the last piece of each row."""
+        raise NotImplementedError
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
@@ -63,11 +78,21 @@ class LinkDeltaRule(LinkStates):
         super().init_link_states(layers)
         self.link_extend = TritonGDNKernel().extend
 
+    def link_tracked(self, metadata: Any, pieces: Pieces, of_rows: torch.Tensor) -> Any:
+        """Each piece has its own blocks, whose states before them are returned."""
+        ends = pieces.cu_seqlens.diff().add(self.mamba_chunk_size - 1).floor_divide(self.mamba_chunk_size).cumsum(0)
+        begins = F.pad(ends, (1, 0))
+        rows = metadata.track_ssm_h_batch_src
+        return dataclasses.replace(metadata, track_ssm_h_src=begins[of_rows[rows]] + metadata.track_chunk_idx[rows])
+
     def forward_extend(self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
         if (pieces := self.link_pieces) is None:
             return super().forward_extend(layer, forward_batch, mixed_qkv, a, b, **kwargs)
-        states = self.link_states(layer.layer_id, pieces)
-        shown = Overlay(self, kernel_dispatcher=_Extend(states, self.link_extend))
+        states, metadata = self.link_states(layer.layer_id, pieces), self.link_metadata
+        extend = _Extend(states, self.link_extend)
+        shown = Overlay(self, kernel_dispatcher=extend)
+        if metadata.has_mamba_track_mask:
+            states.requests_inputs[metadata.conv_states_mask_indices] = mixed_qkv[metadata.track_conv_indices].mT
 
         # mypy does not know the class that this is mixed into, nor that of `LinkMamba2` below.
         def convolution_and_rule(last: torch.Tensor) -> torch.Tensor:
@@ -87,21 +112,30 @@ class LinkDeltaRule(LinkStates):
                 inplace_update=True,
             )
 
-        return states.convolve(convolution_and_rule, mixed_qkv)
+        out = states.convolve(convolution_and_rule, mixed_qkv)
+        self._track_mamba_state_extend(forward_batch, extend.within, states.requests, metadata)
+        return out
 
 
-class _Extend(NamedTuple):
-    """In place of the backend's dispatcher of kernels, for one layer."""
+@dataclasses.dataclass
+class _Extend:
+    """In place of the backend's dispatcher of kernels, for one layer.
+
+    within: what it returns, [1, num_blocks, heads, V, K], the states before each block of the pieces.
+    """
 
     states: LayerStates
     kernel: Callable
+    within: torch.Tensor | None = None
 
     def extend(self, q: Any, k: Any, v: Any, g: Any, beta: Any, **_: Any) -> tuple[torch.Tensor, None, None]:
         pieces = self.states.pieces
 
         def run(values: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
             where = dict(ssm_states=states, cache_indices=pieces.indices, query_start_loc=pieces.cu_seqlens)
-            return self.kernel(q, k, values, g, beta, **where)[0]
+            out, _, within = self.kernel(q, k, values, g, beta, **where)
+            self.within = within[..., : v.shape[-1], :]
+            return out
 
         layer = DeltaRule(run, v)
         self.states.compute(layer)
@@ -109,15 +143,16 @@ class _Extend(NamedTuple):
 
 
 class LinkMamba2(LinkStates):
-    """For `Mamba2AttnBackend`. The mixer computes everything, with calls to kernels in its module.
-
-    link_metadata: SGLang's description of the batch, in pieces.
-    """
+    """For `Mamba2AttnBackend`. The mixer computes everything, with calls to kernels in its module."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         if (pieces := self.link_pieces) is not None:
             self.link_metadata = self._described(pieces)
+
+    def link_tracked(self, metadata: Any, pieces: Pieces, of_rows: torch.Tensor) -> Any:
+        """Blocks are those of the batch, but states within them are computed by piece."""
+        return dataclasses.replace(metadata, track_ssm_seq_idx=of_rows[metadata.track_ssm_seq_idx])
 
     def _described(self, pieces: Pieces) -> Mamba2Metadata:
         of_tokens = np.repeat(np.arange(len(pieces.lens)), pieces.lens)
@@ -132,7 +167,8 @@ class LinkMamba2(LinkStates):
             chunk_offsets=offsets,
             extend_seq_lens_cpu=list(pieces.lens),
         )
-        return Mamba2Metadata(
+        return dataclasses.replace(
+            self.link_metadata,
             query_start_loc=pieces.cu_seqlens,
             mamba_cache_indices=pieces.indices,
             num_prefills=len(pieces.lens),
@@ -156,8 +192,9 @@ class LinkMamba2(LinkStates):
                 mixer, hidden_states, output, layer_id, forward_batch, mup_vector, use_triton_causal_conv
             )
         convolution = "causal_conv1d_fn_triton" if use_triton_causal_conv else "causal_conv1d_fn"
-        with _wrapped(self.link_states(layer_id, pieces), convolution):
-            out, _, _ = mixer.forward(
+        states = self.link_states(layer_id, pieces)
+        with _wrapped(states, convolution):
+            out, within, tracked = mixer.forward(
                 hidden_states=hidden_states,
                 output=output,
                 layer_cache=self.req_to_token_pool.mamba2_layer_cache(layer_id),
@@ -165,6 +202,7 @@ class LinkMamba2(LinkStates):
                 mup_vector=mup_vector,
                 use_triton_causal_conv=use_triton_causal_conv,
             )
+        self._track_mamba_state_extend(forward_batch, within, states.requests, self.link_metadata, track_states=tracked)
         return out
 
 
@@ -179,15 +217,18 @@ def _wrapped(states: LayerStates, convolution: str) -> Iterator[None]:
         """x: [dim, num_tokens]."""
         return states.convolve(lambda last: stock[convolution](x, *args, **kwargs | {"conv_states": last}), x.T)
 
-    def scan(x: Any, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
-        """Has the states written, so that it returns none."""
+    def scan(x: Any, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, None, Any]:
+        """Has the states after the pieces written, so that it returns only those within."""
+        within = tracked = None
 
         def run(before: torch.Tensor) -> torch.Tensor:
+            nonlocal within, tracked
             given = kwargs | {"initial_states": before, "state_dtype": torch.float32}
-            return stock["mamba_chunk_scan_combined"](x, dt, A, *args, **given)[1]
+            within, after, tracked = stock["mamba_chunk_scan_combined"](x, dt, A, *args, **given)
+            return after
 
         states.compute(Mamba2(run, log_decays(dt[0], A, kwargs["dt_bias"], states.pieces.cu_seqlens)))
-        return None, None, None
+        return within, None, tracked
 
     wrapped = {convolution: convolve, "mamba_chunk_scan_combined": scan}
     stock = {name: getattr(mamba, name) for name in wrapped}

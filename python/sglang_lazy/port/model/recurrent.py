@@ -18,11 +18,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
+from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.cache.states import States
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.state import as_linked, linked
+from sglang_lazy.core.device import read_here
+from sglang_lazy.core.state import as_linked, lazy_state, linked
 from sglang_lazy.port.facts import flags_of, pass_of
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
@@ -114,9 +116,13 @@ def unfit_states(args: Any, config: Any) -> list[str]:
     flags = flags_of(args)
     strategy = flags.mamba_radix_cache_strategy
     wanted = {
-        f"--mamba-radix-cache-strategy {strategy}: chunks support no_buffer": strategy != "no_buffer",
-        "the overlap scheduler with recurrent layers: the state at the end of an answer is not known "
-        "(--disable-overlap-schedule)": not flags.disable_overlap_schedule,
+        f"--mamba-radix-cache-strategy {strategy}: it takes slots for states in decode, which is not tested": (
+            strategy not in ("no_buffer", "extra_buffer")
+        ),
+        "--speculative-algorithm with recurrent layers and the overlap scheduler: the state at the end of an answer is "
+        "not known (--disable-overlap-schedule)": (
+            flags.speculative_algorithm is not None and not flags.disable_overlap_schedule
+        ),
         "--speculative-algorithm and --enable-hierarchical-cache with recurrent layers: not tested together": (
             flags.speculative_algorithm is not None and flags.enable_hierarchical_cache
         ),
@@ -151,7 +157,8 @@ class RecurrentLayers:
     def __init__(self, runner: Any, layout: StateLayout):
         num_states, self.max_pieces = _memories[runner.model_config]
         self.pool = StatePool(layout, min(num_states, runner.token_to_kv_pool.size), runner.device)
-        self._requests = runner.req_to_token_pool
+        self._requests, self._streams = runner.req_to_token_pool, torch.get_device_module(runner.device)
+        self._of_passes = self._streams.current_stream()
         self.pieces: Pieces | None = None
         self.finish: Callable[[], None] = lambda: None
         logger.info(
@@ -165,7 +172,7 @@ class RecurrentLayers:
     @contextmanager
     def running(self, batch: Any) -> Iterator[None]:
         """A context for the forward pass of a `ScheduleBatch` that has linked requests or fills."""
-        current = pass_of(batch)
+        self._of_passes, current = self._streams.current_stream(), pass_of(batch)
         if current.extend_lens is None:
             yield
             return
@@ -187,13 +194,16 @@ class RecurrentLayers:
         return RowStates([*map(states.slot, nodes.chunks.nodes)], states.slot(text[-1]) if text else None)
 
     def save(self, req: Any, slot: int) -> None:
-        """Copy the state of a request, as what makes it of a state of zero."""
-        cache, own = self._requests.mamba_pool.mamba_cache, req.kv.mamba_pool_idx
-        for of_chunks, of_requests in zip(self.pool.conv, cache.conv, strict=True):
-            of_chunks[:, slot] = of_requests[:, own]
-        if self.pool.h is not None and self.pool.p is not None:
-            self.pool.h[:, slot] = cache.temporal[:, own]
-            self.pool.p[:, slot] = 0
+        """Copy the state of a request after the passes launched so far, as what makes it of a state of zero."""
+        cache, own = self._requests.mamba_pool.mamba_cache, req.kv.mamba_pool_idx[None]  # as a number, it would be read
+        self._of_passes.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._of_passes):
+            for of_chunks, of_requests in zip(self.pool.conv, cache.conv, strict=True):
+                of_chunks[:, slot] = of_requests[:, own][:, 0]
+            if self.pool.h is not None and self.pool.p is not None:
+                self.pool.h[:, slot] = cache.temporal[:, own][:, 0]
+                self.pool.p[:, slot] = 0
+            read_here(own)
 
 
 class LinkConvolutions(AttentionBackend):
@@ -274,7 +284,21 @@ def leave_room(original: Callable, configurator: Any, rest_memory: float) -> flo
     return original(configurator, rest_memory)
 
 
+def untracked(original: Callable, batch: Any, req: Any) -> Any:
+    """Around `ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend`, which plans where in its new tokens a
+    request's state is kept for SGLang's cache: nowhere, for requests of ours."""
+    if lazy_state(req) is None:
+        return original(batch, req)
+    return _MambaRadixCacheV2TrackEntry(track_mask=False, track_position=req.kv.mamba_next_track_idx, track_seqlen=-1)
+
+
 HOOKS = (
+    feature(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+        untracked,
+        "AROUND",
+        "no state of a request with chunks, or of a fill, reaches SGLang's cache",
+    ),
     feature(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
         leave_room,
