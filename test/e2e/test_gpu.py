@@ -93,6 +93,7 @@ ENGINE = {
     # Far more than these pools need, so that engines can start side by side on one GPU.
     "mem_fraction_static": 0.6,
     "cuda_graph_max_bs_decode": 16,
+    "cuda_graph_bs_prefill": [16, 64, 256, 1024, 4096],  # capturing all sizes takes longer than the tests
     "log_level": "error",
     "custom_sigquit_handler": fail,
 }

@@ -1,14 +1,18 @@
 """The rows that attention splits a batch into: sequences of new tokens that see the same KV tokens."""
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import positions_in
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided
+
+T = TypeVar("T")
 
 MIN_TABLE_WIDTH, MAX_TABLE_SIZE = 8192, 1 << 25
 """Of slots listed for SGLang's attention: the least room for each row, and the most for all, 128 MiB. Each row takes as
@@ -104,7 +108,8 @@ def _in_position_order(positions: np.ndarray, start: int, end: int) -> tuple[lis
     return [(0, start)] * (start > 0) + [*ranges, (end, len(positions))], positions
 
 
-class LinkedBatch(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LinkedBatch:
     """A batch for which SGLang's own description is not enough. Empty in decode, where a row sees all its KV tokens.
 
     rows: the new tokens by row, in order.
@@ -113,8 +118,15 @@ class LinkedBatch(NamedTuple):
 
     rows: Sequence[AttentionRow] = ()
     linked: Sequence[int] = ()
+    _prepared: list[Any] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    @property
+    def prepared(self, prepare: Callable[[], T]) -> T:
+        """The result of `prepare()`, computed once for all passes of the batch: the model's and that of its draft."""
+        if not self._prepared:
+            self._prepared.append(prepare())
+        return self._prepared[0]
+
+    @functools.cached_property
     def q_positions(self) -> np.ndarray:
         """The positions of the new tokens, int64."""
         return np.concatenate([row.positions[row.prefix_len :] for row in self.rows], dtype=np.int64)

@@ -37,6 +37,7 @@ class SegmentTable:
     has_chunks: whether the batch of the current forward pass computes chunks or attends to them.
     current: that batch, of type `batch_type`; None if SGLang's description will do. Ambient, since SGLang builds a
         `ForwardBatch` and runs it in one call, without fields that a plugin could fill.
+    last: what `current` was in the pass before; the pass of a draft that follows has the same rows.
     probes: what the current pass measures, or None.
     last_layer: the layer whose keys end the current pass, or None if it runs the whole model.
     loads: what loads chunks from the host, which attention waits for; None without a host tier.
@@ -68,6 +69,7 @@ class SegmentTable:
         self.stock_attends = stock_attends
         self.has_chunks = False
         self.current: Any = None
+        self.last: Any = None
         self.probes: ProbeSums | None = None
         self.last_layer: int | None = None
         self.loads: Any = None
@@ -130,6 +132,7 @@ class SegmentTable:
             yield
         finally:
             self.has_chunks, self.current, self.probes, self.last_layer = False, None, None, None
+            self.last = batch
 
 
 def table_of(req_to_token_pool: Any) -> SegmentTable | None:

@@ -100,7 +100,9 @@ class LinkAttention(AttentionBackend):
         pool_indices = forward_batch.req_pool_indices
         copy_ranges = functools.partial(self._copy_ranges, pool_indices)
         if len(current.linked):
-            self.link_prefill = PrefillRows.of(current, pool_indices, self.link_table, copy_ranges)
+            self.link_prefill = current.prepared(
+                lambda: PrefillRows.of(current, pool_indices, self.link_table, copy_ranges)
+            )
             if (probes := self.link_table.probes) is not None:
                 self.link_probe_rows = probes.rows(self.link_prefill.rows)
         if len(current.linked) < len(current.rows):

@@ -26,7 +26,7 @@ from sglang_lazy.port.model.compat import Unfit, unfit_layers
 from sglang_lazy.port.model.decode_rows import QueryRows, plan_rows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
-from sglang_lazy.port.model.model_runner import choose_kernels, involves_chunks, linked_batch
+from sglang_lazy.port.model.model_runner import choose_kernels, involves_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def extend_drafts(extend: Callable, worker: Any, batch: Any, *args: Any, **kwarg
         return extend(worker, batch, *args, **kwargs)
     if table.loads is not None:
         table.loads.wait_all()  # the draft's layers are the last that are loaded, so its passes wait for nothing else
-    with table.running(linked_batch(batch, worker.target_worker.model_runner, table)):
+    with table.running(table.last):
         return extend(worker, batch, *args, **kwargs)
 
 
