@@ -28,8 +28,6 @@ HOST_TIER = ("--enable-hierarchical-cache",)
 DRAFTS = ("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
           "--speculative-num-draft-tokens", "4")  # fmt: skip
 """Chains of three. The draft, `--speculative-draft-model-path`, is among the flags for every server."""
-NO_BUFFER = ("--disable-overlap-schedule", "--mamba-radix-cache-strategy", "no_buffer")
-"""How recurrent layers are served with chunks. SGLang's own default keeps states at more places than a prompt's end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,6 @@ CONTENDERS = {
     "lazy-host": Contender(Server(LAZY, HOST_TIER), as_chunks),
     "lazy-drafts": Contender(Server(LAZY, DRAFTS), as_chunks),
     "lazy-triton": Contender(Server(LAZY, ("--lazy-kernels", "triton")), as_chunks),
-    "lazy-no-buffer": Contender(Server(LAZY, NO_BUFFER), as_chunks),
     "copy": Contender(Server(LAZY, ("--lazy-default-link", "copy")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),
     "comb": Contender(Server(LAZY, ("--json-model-override-args", json.dumps(COMB))), as_chunks),

@@ -29,14 +29,15 @@ WIDER = {
     "granite4": {"hidden_size": 256, **HEADS, "mamba_n_heads": 8, "mamba_d_head": 64},
     "falcon-h1": {"head_dim": 128},
 }
-SYNCHRONOUS = {"attention_backend": "fa3", "disable_overlap_schedule": True}
+FA3 = {"attention_backend": "fa3"}
 WAYS = {
-    "lfm2": SYNCHRONOUS,
-    "qwen3.5": SYNCHRONOUS,
-    "granite4": SYNCHRONOUS,
-    "falcon-h1": SYNCHRONOUS,
+    "lfm2": FA3,
+    "qwen3.5": FA3,
+    "granite4": FA3,
+    "falcon-h1": FA3,
+    "qwen3.5 synchronous": {**FA3, "disable_overlap_schedule": True},
     # With batches that end within a fill, and within its chunks.
-    "qwen3.5 in parts": {**SYNCHRONOUS, "chunked_prefill_size": 512},
+    "qwen3.5 in parts": {**FA3, "chunked_prefill_size": 512},
 }
 
 
