@@ -122,7 +122,7 @@ READ_LATE = {
     "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
 }
 """Variables that differ between tests or engines and do not affect imports: servers read them when they start or later.
-Forks add the folders of PYTHONPATH."""
+Forks have the folders of their own PYTHONPATH."""
 
 _current: tuple[dict[str, str], Template] | None = None
 

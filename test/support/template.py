@@ -135,11 +135,15 @@ def run(job: Job, report: int, source: int, output: int) -> NoReturn:
         os.dup2(fd, number)
     for fd in (report, source, output):
         os.close(fd)
+    # The template's own may hold a plugin of the first test that used it.
+    before, given = (
+        list(filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)))
+        for variables in (os.environ, job.environment)
+    )
+    sys.path[:] = [*given, *(folder for folder in sys.path if folder not in {*before, *given})]
     os.environ.clear()
     os.environ.update(job.environment)
     os.chdir(job.folder)
-    more = [folder for folder in job.environment.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
-    sys.path[:0] = filter(None, more)
     sys.argv = [job.module, *job.arguments]
     _spawn_from([Spare() for _ in range(NUM_SPARES)])
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)

@@ -116,8 +116,6 @@ DRAFTING = {
     "enable_multi_layer_eagle": False,
     "speculative_adaptive": False,
     "enable_mixed_chunk": False,
-    "enable_lora": None,
-    "lora_paths": None,
 }
 TREE = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 UNFIT_TO_DRAFT = [
@@ -132,8 +130,6 @@ UNFIT_TO_DRAFT = [
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"speculative_adaptive": True}, "--speculative-adaptive"),
     ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
-    ({"enable_lora": True}, "LoRA"),
-    ({"lora_paths": ["a"]}, "LoRA"),
 ]
 
 

@@ -172,7 +172,6 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
             envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
         ),
         "--speculative-algorithm with --enable-mixed-chunk: such a step verifies nothing": flags.enable_mixed_chunk,
-        "--speculative-algorithm with LoRA: not tested": bool(flags.enable_lora or flags.lora_paths),
     }
 
 
