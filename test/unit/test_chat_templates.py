@@ -161,15 +161,16 @@ def chunks(serving, adapted):
 
 
 def conversations(document, other):
-    """Documents alone, between texts, and side by side, in each role."""
+    """Documents alone, between texts, and side by side, in each role; alone only once, with itself as the other one."""
     ask, call = ("user", ("Who?", False)), ("assistant", ("I look.", False))
-    yield "alone", [("user", (document, True))]
-    yield "before", [("user", (document, True), ("Who?", False))]
-    yield "after", [("user", ("Read:\n", False), (document, True))]
+    if document == other:
+        yield "alone", [("user", (document, True))]
+        yield "before", [("user", (document, True), ("Who?", False))]
+        yield "after", [("user", ("Read:\n", False), (document, True))]
+        yield "system", [("system", ("Read ", False), (document, True)), ask]
+        yield "tool", [ask, call, ("tool", (document, True)), ask]
     yield "side by side", [("user", (document, True), (other, True), (document, True))]
-    yield "system", [("system", ("Read ", False), (document, True)), ask]
     yield "assistant", [ask, ("assistant", (document, True), (other, True)), ask]
-    yield "tool", [ask, call, ("tool", (document, True)), ask]
     yield "tools", [ask, call, ("tool", ("- ", False), (document, True), (other, True)), ("tool", (other, True)), ask]
 
 
