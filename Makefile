@@ -9,7 +9,7 @@ SGLANG_READY := $(VENV)/.ready-$(KEY)
 # Beside them, as it needs nothing that they do not bring.
 READY := $(VENV)/.ready-policies-$(shell sed '/^\[tool/,$$d' sglang-lazy-policies/pyproject.toml | sha256sum | cut -c1-12)
 
-.PHONY: demo demo-exact test test-all test-research lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke lint-deploy setup mooncake key
+.PHONY: demo demo-exact test test-all test-nightly test-research lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke lint-deploy setup mooncake key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -24,7 +24,7 @@ KEEP := MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000
 PYTEST := $(KEEP) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(READY) # in minutes
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not nightly'
 
 # The router of docs/routing.md, which needs none of our packages.
 SMG := $(VENV)/smg
@@ -48,7 +48,10 @@ $(MOONCAKE_READY): $(READY)
 	@touch $@
 
 test-all: $(READY) $(SMG_READY) $(MOONCAKE_READY) # of the product
-	$(PYTEST)
+	$(PYTEST) -m 'not nightly'
+
+test-nightly: $(READY) $(SMG_READY) $(MOONCAKE_READY) # with every variant, and every scenario on every model
+	LAZY_ALL_MODELS=1 $(PYTEST)
 
 test-research: $(READY)
 	$(PYTEST) research/test

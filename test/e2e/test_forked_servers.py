@@ -6,6 +6,7 @@ imported SGLang takes seconds to end.
 
 import os
 import signal
+from collections import OrderedDict
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ def variable():
     """An environment variable that SGLang reads on import. The template of other tests stays for those that follow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_TEST_RETRACT", "true")
-        patch.setattr(forks, "_current", None)
+        patch.setattr(forks, "_templates", OrderedDict())
         yield
 
 
@@ -92,13 +93,12 @@ def test_forks_end_with_the_process_that_asked_for_them(tmp_path):
     """Even if it is killed: their template, which is not its child, then kills them."""
     with open(tmp_path / "output", "w") as output:
         process = start("timeit", ["import time; time.sleep(600)"], environment={}, source=None, output=output)
-    _, template = forks._current
+    template = forks._templates.popitem()[1]
     asked = os.fork()
     if not asked:
         signal.pause()  # with the only open sockets to the template
     template.stock.close()
     template.ours.close()
-    forks._current = None
     fork = psutil.Process(process.pid)
     assert fork.is_running()
     os.kill(asked, signal.SIGKILL)

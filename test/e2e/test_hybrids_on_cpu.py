@@ -62,7 +62,10 @@ def serving(stock_path, with_plugin, tmp_path):
     return serving
 
 
-@pytest.mark.parametrize("name", NAMES)
+# By day, test_recurrent_chunks.py has the others: prompts without chunks are among its scenarios.
+@pytest.mark.parametrize(
+    "name", ["qwen3.5", *(pytest.param(x, marks=pytest.mark.nightly) for x in NAMES if x != "qwen3.5")]
+)
 def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
     """Prompts in one batch and a second turn, whose tokens are cached."""
     path, dice = build_model(HYBRIDS[name], model_dir), Dice(name)

@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 
-def on_one_worker(name):
-    return pytest.param(name, marks=pytest.mark.xdist_group(f"own drafts {name}"))
+def on_one_worker(name, *marks):
+    return pytest.param(name, marks=[pytest.mark.xdist_group(f"own drafts {name}"), *marks])
 
 
 @pytest.fixture(scope="module", params=map(on_one_worker, ["glm"]))
@@ -71,7 +71,7 @@ class SpeculatingHybrid(test_recurrent_chunks.Served):
         return {length for counts in self.histograms for length, count in enumerate(counts) if count}
 
 
-@pytest.fixture(scope="module", params=map(on_one_worker, ["qwen3.5", "qwen3.5-vl-moe"]))
+@pytest.fixture(scope="module")
 def qwen(request, model_dir, with_plugin):
     with (
         with_plugin(hybrids_on_cpu.load),
@@ -86,6 +86,9 @@ def qwen(request, model_dir, with_plugin):
     gc.collect()
 
 
+@pytest.mark.parametrize(
+    "qwen", [on_one_worker("qwen3.5"), on_one_worker("qwen3.5-vl-moe", pytest.mark.nightly)], indirect=True
+)
 def test_scenarios_of_qwen(qwen):
     for _ in range(2):
         qwen.play(list(SCENARIOS))
@@ -93,6 +96,7 @@ def test_scenarios_of_qwen(qwen):
     assert qwen.accepted() == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("qwen", map(on_one_worker, ["qwen3.5", "qwen3.5-vl-moe"]), indirect=True)
 def test_second_turns_of_qwen(qwen):
     """The state after an answer is that after its last accepted token. An answer that ends within a run has none, and
     its text is computed again."""

@@ -59,7 +59,7 @@ class Served:
         self.min_chunk = 2 if name.startswith("lfm2") else 3  # the width of convolutions, less one: others are text
         self.in_parts = "chunked_prefill_size" in options
         options = {**OPTIONS, **HYBRIDS[name].cpu_options, **options}
-        self.engine = EngineProcess(**{"model_path": path, "installed": False, **options})
+        self.engine = EngineProcess(**{"model_path": path, **options})
 
     def computed(self, prompt: list[Segment]) -> list[Segment]:
         """The prompt as a server computes it: short chunks, and one at the end, are text."""

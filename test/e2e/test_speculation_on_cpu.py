@@ -41,8 +41,11 @@ def flags_of(options: dict) -> list[str]:
     return flags
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3"])
+# By day, test_speculation_oracle.py has all: prompts without chunks are among its scenarios.
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["overlap", "synchronous"]
+)
+@pytest.mark.parametrize("algorithm", ["STANDALONE", pytest.param("EAGLE", marks=pytest.mark.nightly), "EAGLE3"])
 def test_stock_answers_are_those_without_drafts(algorithm, overlap, model_dir, stock_path, with_plugin, tmp_path):
     """Prompts in one batch and a second turn, whose tokens are cached."""
     target, dice = build("llama", model_dir), Dice("drafts")

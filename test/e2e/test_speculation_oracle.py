@@ -82,7 +82,18 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(way, marks=pytest.mark.xdist_group(way)) for way in WAYS])
+def served_in(*usual):
+    """Parametrizes a test by all ways, of which CI runs those named, or else all, by day."""
+    params = [
+        pytest.param(
+            way, marks=[pytest.mark.xdist_group(way), *([pytest.mark.nightly] if usual and way not in usual else [])]
+        )
+        for way in WAYS
+    ]
+    return pytest.mark.parametrize("served", params, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def served(request, model_dir, with_plugin):
     algorithm, model, options = WAYS[request.param]
     with with_plugin(speculation_on_cpu.load), pytest.MonkeyPatch.context() as environment:
@@ -94,6 +105,7 @@ def served(request, model_dir, with_plugin):
     gc.collect()
 
 
+@served_in()
 @pytest.mark.parametrize("names", GROUPS, ids=["one half", "the other half", "long"])
 def test_scenarios(served, names):
     """Cold, warm, reordered, second turns, beside prompts without chunks; nothing is held afterwards."""
@@ -101,6 +113,7 @@ def test_scenarios(served, names):
     served.flush()  # an idle server checks its accounting, and a leaked slot or lock ends it
 
 
+@served_in()
 def test_whole_chains_are_accepted_and_none(served):
     """Heads with random weights are hardly ever right."""
     served.histograms.clear()
@@ -174,6 +187,7 @@ def test_windows_and_sinks(steps, model_dir, with_plugin):
         served.engine.shutdown()
 
 
+@served_in("STANDALONE", "STANDALONE synchronous", "STANDALONE by seven")  # drafts of heads make no runs
 @pytest.mark.parametrize("length", range(1, 9))
 def test_an_answer_that_stops_within_a_run(served, length):
     dice = Dice(f"stop {length}")
@@ -195,6 +209,7 @@ def stops_within_a_run(served, prompt, length):
     served.flush()
 
 
+@served_in("STANDALONE", "STANDALONE synchronous", "STANDALONE on two ranks", "EAGLE", "EAGLE3 of gpt-oss")
 def test_policies(served):
     """Prompts of several policies in one batch: cold, warm, and in another order."""
     dice, oracle = Dice("policies"), PolicyOracle(served.path)
@@ -226,6 +241,7 @@ def test_policies(served):
             served.compare(expected, output)
 
 
+@served_in("STANDALONE", "EAGLE", "EAGLE3 of gpt-oss")
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_depend_on_the_prompt_alone(served, seed):
     """Chunks read in place and copies read by SGLang's own attention, computed together, one by one, or after others
@@ -249,6 +265,7 @@ def test_drafts_depend_on_the_prompt_alone(served, seed):
     served.flush()
 
 
+@served_in("STANDALONE", "EAGLE")
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -281,6 +298,7 @@ def test_penalties_as_for_prompts_without_chunks(served, sampling):
     assert answer([beginning, question], {})[0] != plain[0]
 
 
+@served_in("STANDALONE")
 def test_a_policy_whose_probe_ends_before_the_last_layer(served):
     with pytest.raises(ValueError, match="--speculative-algorithm"):
         served.engine.generate(

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -124,13 +125,17 @@ READ_LATE = {
 """Variables that differ between tests or engines and do not affect imports: servers read them when they start or later.
 Forks have the folders of their own PYTHONPATH."""
 
-_current: tuple[dict[str, str], Template] | None = None
+_KEPT = 2
+"""How many templates are kept: tests of models with recurrent layers alternate with others."""
+_templates: OrderedDict[frozenset[tuple[str, str]], Template] = OrderedDict()
 
 
 def _template(variables: Mapping[str, str]) -> Template:
-    """The template of servers with these variables, some of which modules read on import. The last one is kept."""
-    global _current
-    key = {name: value for name, value in variables.items() if name not in READ_LATE}
-    if _current is None or _current[0] != key:
-        _current = key, Template(variables)
-    return _current[1]
+    """The template of servers with these variables, some of which modules read on import. The last ones are kept."""
+    key = frozenset((name, value) for name, value in variables.items() if name not in READ_LATE)
+    if key not in _templates:
+        _templates[key] = Template(variables)
+    _templates.move_to_end(key)
+    if len(_templates) > _KEPT:
+        _templates.popitem(last=False)
+    return _templates[key]
