@@ -7,7 +7,7 @@ import torch
 
 from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
 from sglang_lazy.core.prompt import Images
-from sglang_lazy.port.model.image_rows import order_images
+from sglang_lazy.port.cache.composite import order_images
 from sglang_lazy.port.model.model_runner import init_new
 
 

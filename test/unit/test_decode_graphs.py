@@ -51,6 +51,12 @@ def capturing():
     _set_capture_attention_variant(None)
 
 
+def decode_batch(slots):
+    """A `ForwardBatch`; nothing reads its rows here.  slots: of its new tokens."""
+    rows = dict.fromkeys(("req_pool_indices", "seq_lens", "seq_lens_cpu"))
+    return SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.DECODE, batch_size=len(slots), **rows)
+
+
 def test_padding_writes_nowhere(capturing):
     """A graph of eight rows is replayed for six, then for five. It stores the keys of all its rows: those of padding in
     slot 0, which no request owns. Where such a row wrote in an earlier batch, there is a token that is still read."""
@@ -64,9 +70,7 @@ def test_padding_writes_nowhere(capturing):
         cache_loc_dtype=torch.int64,
         share_pool=False,
     )
-    captured = SimpleNamespace(
-        out_cache_loc=buffers.get_slot("out_cache_loc").buffer[:8], forward_mode=ForwardMode.DECODE
-    )
+    captured = decode_batch(buffers.get_slot("out_cache_loc").buffer[:8])
     for tokens in ([11, 25, 31, 42, 53, 68], [12, 26, 43, 54, 69], [13], [14, 27, 44]):
         batch = SimpleNamespace(out_cache_loc=torch.tensor(tokens))
         buffers.fill_from(
@@ -79,11 +83,7 @@ def test_padding_writes_nowhere(capturing):
 
 def test_a_graph_for_linked_rows_prepares_its_batch_itself(capturing):
     """So the host has nothing to do before a replay, and SGLang's own preparation is for graphs without them."""
-    backend, batch = (
-        LinkedBackend(torch.zeros(1, dtype=torch.int64)),
-        SimpleNamespace(out_cache_loc=torch.zeros(1, dtype=int)),
-    )
-    batch.forward_mode = ForwardMode.DECODE
+    backend, batch = LinkedBackend(torch.zeros(1, dtype=torch.int64)), decode_batch(torch.zeros(1, dtype=int))
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     assert backend.link_planned is None
     backend.init_forward_metadata_in_graph(batch)

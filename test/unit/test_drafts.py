@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
 from sgl_kernel_lazy import get_implementation
+from sglang_lazy.attention.decode_rows import DecodeRows, StepRows
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.fills import Fill
@@ -19,7 +20,7 @@ from sglang_lazy.core.row_order import FillRow
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.port import graphs
 from sglang_lazy.port.model import drafts
-from sglang_lazy.port.model.decode_rows import DecodeRows, QueryRows
+from sglang_lazy.port.model.attention import copy_slots
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -158,7 +159,7 @@ class StockSteps:
     def __init__(self, given, pool):
         self.attn_backends, self.link_table, self.prepared = [StockStep(), StockStep()], given, 0
         for step in self.attn_backends:
-            step.link_decode = DecodeRows(given, pool, given.model)
+            step.link_decode = DecodeRows(given, pool.req_to_token, copy_slots, given.model)
 
     def init_forward_metadata(self, _forward_batch):
         self.prepared += 1
@@ -200,14 +201,12 @@ def test_passes_share_a_workspace_and_plan_as_they_begin():
     given = SegmentTable(4, 1, "cpu", ServedModel({}, {0: layer, 1: layer}))
     given.model.draft = draft = ServedModel({}, {5: layer, 3: layer})
     pool = SimpleNamespace(req_to_token=torch.arange(40, dtype=torch.int32).view(4, 10))
-    target = DecodeRows(given, pool, given.model, 3)
+    target = DecodeRows(given, pool.req_to_token, copy_slots, given.model, 3)
     steps = [drafts.LinkStep.__new__(drafts.LinkStep) for _ in range(2)]
     for seq_len, step in enumerate(steps, 4):
         step.link_model, step._prepare = draft, lambda q, *_: (q, None)
-        rows = SimpleNamespace(
-            batch_size=1, req_pool_indices=torch.tensor([2]), seq_lens=torch.tensor([seq_len]), seq_lens_cpu=None
-        )
-        step.link_planned = DecodeRows(given, pool, draft).unplanned(rows)
+        rows = StepRows(1, torch.tensor([2]), torch.tensor([seq_len]), None)
+        step.link_planned = DecodeRows(given, pool.req_to_token, copy_slots, draft).unplanned(rows)
     assert not seen
     for step in steps:
         for layer_id in (3, 5):
@@ -223,26 +222,14 @@ def test_passes_share_a_workspace_and_plan_as_they_begin():
 
 def test_queries_of_a_padded_batch():
     """SGLang's graphs are given buffers for their largest batch."""
-    rows = QueryRows.of(
-        SimpleNamespace(
-            batch_size=1, req_pool_indices=torch.tensor([3, 0]), seq_lens=torch.tensor([7, 1]), seq_lens_cpu=None
-        ),
-        -1,
-        2,
-    )
+    rows = StepRows(1, torch.tensor([3, 0]), torch.tensor([7, 1]), None).by_query(-1, 2)
     assert (rows.batch_size, rows.req_pool_indices.tolist(), rows.seq_lens.tolist()) == (2, [3, 3], [6, 7])
     assert rows.req_pool_indices.is_contiguous(), "kernels read one number after the other"
 
 
 def test_requests_that_pad_a_batch_have_tokens():
     """SGLang says that they have one, of which the first query of a draft's extension would see none, or fewer."""
-    batch = SimpleNamespace(
-        batch_size=2,
-        req_pool_indices=torch.tensor([3, 0]),
-        seq_lens=torch.tensor([7, 1]),
-        seq_lens_cpu=torch.tensor([7, 1]),
-    )
-    rows = QueryRows.of(batch, -3, 4)
+    rows = StepRows(2, torch.tensor([3, 0]), torch.tensor([7, 1]), torch.tensor([7, 1])).by_query(-3, 4)
     assert rows.seq_lens.tolist() == rows.seq_lens_cpu.tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
 
 

@@ -160,3 +160,16 @@ def _selection(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor
     first, last = int(tokens[0]), int(tokens[-1])
     consecutive = last - first == len(tokens) - 1
     return slice(first, last + 1) if consecutive else to_device(tokens.astype(np.int32), device)
+
+
+def axes_of(positions: np.ndarray, listed: torch.Tensor | None, delta: int) -> torch.Tensor:
+    """The positions on three axes (M-RoPE) of tokens at `positions` of a prompt, int64 [3, n], even after its end.
+
+    listed: [3, tokens of the prompt], of one with images; None for text, which has the same position on all axes.
+    delta: how far text after the prompt is from where one axis would have it.
+    """
+    index = torch.from_numpy(positions).long()
+    if listed is None:
+        return index.expand(3, -1)
+    last = listed.shape[1] - 1
+    return torch.where(index <= last, listed.to(index)[:, index.clamp(max=last)], index + delta)

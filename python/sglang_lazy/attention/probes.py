@@ -13,6 +13,7 @@ from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
+from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import ChunkNodes, as_linked
@@ -128,3 +129,16 @@ def measure_key_size(req: Request, chunks: ChunkNodes, model: ServedModel, rows:
     sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys in caches])
     by_chunk = all_reduce(sizes).split([chunk.num_kept for chunk in state.prompt.chunks], 1)
     probe.add("key size", torch.cat([(part / part.mean(1, keepdim=True)).sum(0) for part in by_chunk]))
+
+
+_MEASURES: dict[Measure, Callable] = {"deviation": measure_deviation, "key size": measure_key_size}
+"""The measurements taken after the last pass; attention is summed layer by layer during each."""
+
+
+def measure(req: Request, chunks: ChunkNodes, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+    """Take the measurements of a probe whose last pass has run, and send them to whoever waits for them."""
+    state = as_linked(req)
+    if state.probe is not None:
+        for name in _MEASURES.keys() & state.policy.probes:
+            _MEASURES[name](req, chunks, model, rows, all_reduce)
+        state.probe.send()

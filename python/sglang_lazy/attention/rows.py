@@ -174,3 +174,29 @@ def row_ranges(rows: Sequence[AttentionRow], places: np.ndarray) -> list[np.ndar
             ranges.append((row.request, start, end - start, place))
             place += end - start
     return list(np.array(ranges).T)
+
+
+class StockRows(NamedTuple):
+    """The rows of a batch as they are shown to attention that knows no segments: each a row of a table, in order.
+
+    prefix_lens, extend_lens: int64, of each row, before the pass and computed in it.
+    ranges: for copying their slots to the table, see `row_ranges`.  width: of the table.
+    """
+
+    prefix_lens: np.ndarray
+    extend_lens: np.ndarray
+    ranges: list[np.ndarray]
+    width: int
+
+    @classmethod
+    def of(cls, current: LinkedBatch) -> "StockRows":
+        """All rows of `current`. Linked ones cannot be left out, since the new tokens of all rows are contiguous; their
+        results are replaced later. To make them cheap, they attend only to their new tokens."""
+        linked = set(current.linked)
+        rows = [
+            row._replace(ranges=[(0, row.num_new)], positions=row.positions[: row.num_new]) if i in linked else row
+            for i, row in enumerate(current.rows)
+        ]
+        prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
+        width = table_width((prefix_lens + extend_lens).tolist())
+        return cls(prefix_lens, extend_lens, row_ranges(rows, np.arange(len(rows)) * width), width)

@@ -73,7 +73,7 @@ def declared() -> tuple[Hook, ...]:
     from sglang_lazy.port import cpu, graphs
     from sglang_lazy.port.comb import limits as comb_limits
     from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import drafts, model_runner, ngram, probing, recurrent
+    from sglang_lazy.port.model import drafts, model_runner, ngram, recurrent
     from sglang_lazy.port.repairs import (
         abort_tasks,
         adapters,
@@ -115,7 +115,6 @@ def declared() -> tuple[Hook, ...]:
         model_runner,
         recurrent,
         graphs,
-        probing,
         drafts,
         ngram,
         http,

@@ -22,6 +22,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -40,10 +41,11 @@ from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.cache.windows import Windows
 from sglang_lazy.chunks import fill_rows
 from sglang_lazy.chunks.row_cache import RowCache
+from sglang_lazy.core.prompt import Images
+from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.plain import BlockEvents, PlainCache, amounts_wanted
 from sglang_lazy.port.cache.tiers import HostMemories, Tiers
-from sglang_lazy.port.model.image_rows import order_images
 
 
 class CompositeCache:
@@ -337,3 +339,12 @@ class CompositeCache:
     def clear_storage_backend(self) -> bool:
         """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks."""
         return self.tiers is not None and self.tiers.storage is not None and self.tiers.storage.clear()
+
+
+def order_images(inputs: Any, images: Images, row: Row) -> None:
+    """Set the offsets and order of the images in SGLang's `inputs` of a request to those in its row, by which SGLang
+    finds them. Each image is contiguous in the row, see `RowCache`."""
+    places = np.argsort(row.positions)
+    for item, (start, end) in zip(images.items, images.ranges, strict=True):
+        item.offsets = [(int(places[start]), int(places[end - 1]))]
+    inputs.mm_items.sort(key=lambda item: item.offsets[0])

@@ -5,30 +5,99 @@ a whole, see `LinkedBatch.linked`. SGLang often checks a backend's name and clas
 and gives the instance a subclass of its class.
 """
 
+import contextlib
+import copy
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows
-from sglang_lazy.attention.metadata import PrefillRows
+from sglang_lazy.attention.decode_rows import DecodeRows, PlannedRows, StepRows
+from sglang_lazy.attention.metadata import CopyRanges, PrefillRows
+from sglang_lazy.attention.rows import LinkedBatch, StockRows
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.device import ints_to_device
 from sglang_lazy.core.model import DecodePlan, ServedModel
 from sglang_lazy.port.facts import num_queries
 from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.model.compat import kv_scales
-from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, QueryRows, copy_slots
 from sglang_lazy.port.model.layers import attention_layers
-from sglang_lazy.port.model.stock_part import StockPart
 
 
 class KeysStored(Exception):
     """Ends the forward pass: `SegmentTable.last_layer` has stored its keys."""
+
+
+class StockPart(NamedTuple):
+    """The part of a prefill batch with linked rows or fills that SGLang's own attention computes.
+
+    batch: passed to SGLang's attention.
+    req_to_token: int32 [rows of `batch`, width], read instead of the pool's.
+    """
+
+    batch: ForwardBatch
+    req_to_token: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        forward_batch: ForwardBatch,
+        current: LinkedBatch,
+        copy_ranges: CopyRanges,
+    ) -> "StockPart":
+        """`forward_batch`, with the rows of `current`; see `StockRows`."""
+        prefix_lens, extend_lens, ranges, width = StockRows.of(current)
+        num_rows, seq_lens = len(prefix_lens), prefix_lens + extend_lens
+        part = copy.copy(forward_batch)
+        part.batch_size = num_rows
+        part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu = prefix_lens.tolist(), extend_lens.tolist()
+        part.seq_lens_cpu, part.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
+        device = forward_batch.seq_lens.device
+        starts, indices = extend_lens.cumsum() - extend_lens, np.arange(num_rows)
+        part.extend_prefix_lens, part.extend_seq_lens, part.extend_start_loc, seq_lens, indices, *ranges = (
+            ints_to_device([prefix_lens, extend_lens, starts, seq_lens, indices, *ranges], device)
+        )
+        part.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
+        part.req_pool_indices = indices.to(forward_batch.req_pool_indices.dtype)
+        req_to_token = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        copy_ranges(req_to_token.view(-1), ranges)
+        return cls(part, req_to_token)
+
+    @contextlib.contextmanager
+    def shown_to(self, pool_req_to_token: torch.Tensor) -> Iterator[None]:
+        """Let SGLang's code read these rows instead of the pool's, whose tensor its backends keep references to."""
+        kept, pool_req_to_token.data = pool_req_to_token.data, self.req_to_token
+        try:
+            yield
+        finally:
+            pool_req_to_token.data = kept
+
+
+def copy_slots(
+    req_to_token: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor | None,
+    lens: torch.Tensor,
+    places: torch.Tensor,
+) -> None:
+    """Copy slots from rows of `req_to_token` to `out`: `lens` of each row, from `starts` (None: 0), to `places`."""
+    if req_to_token.is_cuda:
+        create_flashinfer_kv_indices_triton[(len(rows),)](
+            req_to_token, rows, lens, places, starts, out, req_to_token.stride(0)
+        )
+        return
+    starts = torch.zeros_like(lens) if starts is None else starts
+    for row, start, length, place in torch.stack([rows, starts, lens, places[: len(rows)]], dim=1).tolist():
+        out[place : place + length] = req_to_token[row, start : start + length]
 
 
 class LinkAttention(AttentionBackend):
@@ -54,7 +123,9 @@ class LinkAttention(AttentionBackend):
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
         self.link_layers: dict[int, tuple[tuple, Layer]] = {}
-        self.link_decode = DecodeRows(table, runner.req_to_token_pool, model, num_queries(runner.server_args))
+        self.link_decode = DecodeRows(
+            table, runner.req_to_token_pool.req_to_token, copy_slots, model, num_queries(runner.server_args)
+        )
         compiled = set()
         for attn, _ in attention_layers(runner.model):
             # Triton's kernels contain the scale, of which an fp8 cache's is a part.
@@ -95,7 +166,7 @@ class LinkAttention(AttentionBackend):
         if window_slots is not None:
             self.link_window_slots = window_slots(forward_batch.out_cache_loc)
         if not current.rows:
-            self.link_planned = self.link_decode.of(_rows_of(forward_batch))
+            self.link_planned = self.link_decode.of(rows_of(forward_batch))
             return
         pool_indices = forward_batch.req_pool_indices
         copy_ranges = functools.partial(self._copy_ranges, pool_indices)
@@ -124,7 +195,7 @@ class LinkAttention(AttentionBackend):
         host launches nothing for it."""
         if not captures_linked_rows():
             return super().init_forward_metadata_in_graph(forward_batch)
-        self.link_planned = self.link_decode.of(_rows_of(forward_batch), for_graph=True)
+        self.link_planned = self.link_decode.of(rows_of(forward_batch), for_graph=True)
         if self.link_model.window_slots is not None:
             self.link_window_slots = self.link_model.window_slots(forward_batch.out_cache_loc)
 
@@ -229,14 +300,22 @@ class LinkAttention(AttentionBackend):
         described.kernels.accumulate_attention(probes.sums, q[probes.tokens], linked, rows)
 
 
-def _rows_of(forward_batch: ForwardBatch) -> ForwardBatch | QueryRows:
-    """The rows of a decode step for `DecodeRows`."""
+def step_rows(forward_batch: ForwardBatch) -> StepRows:
+    """The rows of a decode step with one query of each request."""
+    return StepRows(
+        forward_batch.batch_size, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
+    )
+
+
+def rows_of(forward_batch: ForwardBatch) -> StepRows:
+    """The rows of a decode step. A chain of drafts is verified as decode, with a row for each of its tokens."""
+    rows = step_rows(forward_batch)
     if forward_batch.forward_mode.is_target_verify():
-        return QueryRows.of(forward_batch, 1, forward_batch.spec_info.draft_token_num)
+        return rows.by_query(1, forward_batch.spec_info.draft_token_num)
     if forward_batch.forward_mode.is_draft_extend_v2():
         num_queries = forward_batch.spec_info.num_tokens_per_req  # SGLang has counted them already
-        return QueryRows.of(forward_batch, 1 - num_queries, num_queries)
-    return forward_batch
+        return rows.by_query(1 - num_queries, num_queries)
+    return rows
 
 
 def with_link_path(

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sglang_lazy.attention.decode_rows import plan_rows
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
@@ -21,9 +22,8 @@ from sglang_lazy.core.state import as_linked, fill_of, linked
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.hooks import feature
-from sglang_lazy.port.model.attention import LinkAttention, with_link_path
+from sglang_lazy.port.model.attention import LinkAttention, step_rows, with_link_path
 from sglang_lazy.port.model.compat import Unfit, unfit_layers
-from sglang_lazy.port.model.decode_rows import QueryRows, plan_rows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
 from sglang_lazy.port.model.model_runner import choose_kernels, involves_chunks
@@ -89,7 +89,7 @@ class LinkSteps:
         for i, step in enumerate(self.attn_backends):
             step.link_planned = None
             if linked:
-                rows = QueryRows.of(forward_batch, i + 1, 1)  # each sees the drafts before it and its own token
+                rows = step_rows(forward_batch).by_query(i + 1, 1)  # each sees the drafts before it and its own token
                 step.link_planned = step.link_decode.unplanned(rows, for_graph=for_graph)
         return linked
 

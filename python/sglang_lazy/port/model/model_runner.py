@@ -8,23 +8,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
+from sglang_lazy.attention.metadata import axes_of
+from sglang_lazy.attention.probes import ProbeSums, deviating_layer, measure, probed_layers
+from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
-from sglang_lazy.core.state import lazy_state, linked
+from sglang_lazy.core.state import as_linked, lazy_state, linked
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers, with_cross_attention
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
-from sglang_lazy.port.model.attention import with_link_path
+from sglang_lazy.port.model.attention import KeysStored, with_link_path
 from sglang_lazy.port.model.compat import (
     TESTED,
     Unfit,
@@ -33,10 +38,8 @@ from sglang_lazy.port.model.compat import (
     unfit_kernels,
     unfit_model,
 )
-from sglang_lazy.port.model.image_rows import place_rows
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
-from sglang_lazy.port.model.probing import probing
 from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout, unfit_states
 
 logger = logging.getLogger(__name__)
@@ -218,6 +221,30 @@ def linking(batch: Any, runner: Any, table: SegmentTable) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: SegmentTable) -> Iterator[None]:
+    """A context for a batch's forward pass: make `current` the table's batch, and take the measurements of probes."""
+    probes = [req for req in batch.reqs if (state := linked(req)) is not None and state.probe is not None]
+    sums = ProbeSums.of(current, probed_layers(table.model.layers), runner.device) if probes else None
+    partial = any(as_linked(req).recomputes for req in probes)
+    with table.running(current, sums, deviating_layer(table.model) if partial else None):
+        yield
+    all_reduce = get_tp_group().all_reduce if tp_size() > 1 else lambda tensor: tensor
+    if sums is not None:
+        sums.deliver(batch.reqs, all_reduce)
+    for req in probes:
+        if req is not batch.chunked_req:
+            measure(req, req.last_node.chunks, table.model, batch.tree_cache.rows, all_reduce)
+
+
+def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EagerRunner.execute`: return no logits from a pass that ends at keys."""
+    try:
+        return original(eager_runner, *args, **kwargs)
+    except KeysStored:
+        return LogitsProcessorOutput(next_token_logits=None)
+
+
 def linked_batch(batch: Any, runner: Any, table: SegmentTable) -> Any:
     """The description of a `ScheduleBatch` about to run, of the table's `batch_type`; None if SGLang's own will do."""
     separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
@@ -250,6 +277,16 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
         if forward_batch.mrope_positions is not None:
             place_rows(forward_batch, batch, table.current.rows)
+
+
+def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> None:
+    """Set the multi-axis positions of a prefill batch whose rows are permuted."""
+    places = []
+    for row in rows:
+        inputs, positions = batch.multimodal_inputs[row.request], row.positions[row.prefix_len :]
+        shown = (None, 0) if inputs is None else (inputs.mrope_positions, inputs.mrope_position_delta.item())
+        places.append(axes_of(positions, *shown))
+    forward_batch.mrope_positions = to_device(torch.cat(places, 1).numpy(), forward_batch.positions.device)
 
 
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
@@ -308,5 +345,11 @@ HOOKS = (
         can_run_prefill_graph,
         "AROUND",
         "batches that prefill graphs do not fit run without",
+    ),
+    feature(
+        f"{_RUNNERS}.eager_runner.EagerRunner.execute",
+        end_at_keys,
+        "AROUND",
+        "passes of probes that end at the keys of a layer",
     ),
 )
