@@ -13,7 +13,7 @@ from sglang.srt.utils.common import add_prometheus_middleware
 from fakes.server import new_frontend
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import apply
-from sglang_lazy.port.repairs import auth
+from sglang_lazy.port.repairs import http as repairs
 from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.serving.keys import Scope, opened_by, read_keys, sees_all_tenants
 
@@ -152,7 +152,7 @@ def client(file, metrics, monkeypatch):
         monkeypatch.setattr(scopes, "_SHOW_KEYS", (shown := marked(lambda endpoint: endpoint),))
         app.get("/server_info")(shown)
         scopes.close(app)
-        apply(auth.HOOKS)
+        apply(hook for hook in repairs.HOOKS if hook.function is repairs.decide)
         keys = {"api_key": None, **keys}
         add_api_key_middleware(app, **keys)
         scopes.add_middleware(None, app, **keys)

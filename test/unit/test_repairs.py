@@ -15,7 +15,7 @@ from sglang.srt.sampling.watermarking import core
 
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
-from sglang_lazy.port.repairs import abort_tasks, auth, logs
+from sglang_lazy.port.repairs import http, processes
 from sglang_lazy.port.scheduler import steps
 
 
@@ -25,7 +25,7 @@ def test_clients_cannot_forge_log_lines(monkeypatch):
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s"))
     monkeypatch.setattr(logging.root, "handlers", [handler])
     for _ in range(2):
-        logs.indent_lines(None, None)
+        processes.indent_lines(None, None)
     line_breaks = ("\n", "\r\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028")
     for line_break in line_breaks:
         logging.root.error(f"no adapter 'x{line_break}[2026-01-01 00:00:00] forged\x1b[2K'")
@@ -71,7 +71,7 @@ def begun(manager, *rids):
     is_batch = len(rids) > 1
     obj = GenerateReqInput(text=["a"] * len(rids) if is_batch else "a", rid=list(rids) if is_batch else rids[0])
     obj.normalize_batch_and_arguments()
-    abort_tasks.begin(inspect.unwrap(TokenizerManager._init_req_state)(manager, obj), manager, obj)
+    http.begin(inspect.unwrap(TokenizerManager._init_req_state)(manager, obj), manager, obj)
     return obj
 
 
@@ -79,7 +79,7 @@ def begun(manager, *rids):
 @pytest.mark.parametrize("rids", [("r",), ("r", "s", "t")])
 def test_what_still_runs_of_a_stream_is_aborted(monkeypatch, rids):
     """All its prompts, and no later request with the same ids."""
-    monkeypatch.setattr(abort_tasks, "SECONDS", 0)
+    monkeypatch.setattr(http, "SECONDS", 0)
     manager = TokenizerManager.__new__(TokenizerManager)
     manager.rid_to_state = {}
     manager.enable_trace = manager.enable_metrics = False
@@ -89,7 +89,7 @@ def test_what_still_runs_of_a_stream_is_aborted(monkeypatch, rids):
 
     def end(obj):
         sent.clear()
-        asyncio.run(abort_tasks.create_abort_task(None, manager, obj)())
+        asyncio.run(http.create_abort_task(None, manager, obj)())
         return sorted(sent)
 
     answered, left = begun(manager, *rids), begun(manager, "other")
@@ -104,7 +104,7 @@ def test_a_server_shows_no_keys(monkeypatch):
     """Not in its flags, nor in the command or in the states of its schedulers; what else it shows stays."""
     original = core.redact_watermark_secrets
     monkeypatch.setattr(
-        core, "redact_watermark_secrets", lambda *args, **options: auth.hide(original, *args, **options)
+        core, "redact_watermark_secrets", lambda *args, **options: http.hide(original, *args, **options)
     )
     flags = {"api_key": "key", "admin_api_key": "admin", "port": 30000, "ssl_keyfile_password": None}
     command = "launch_server --api-key key --admin-api-key=admin --model-path admin-key --key keyed"

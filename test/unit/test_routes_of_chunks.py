@@ -17,7 +17,7 @@ from fakes.server import FakeServer, new_frontend
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.labels import Label
 from sglang_lazy.port.hooks import apply
-from sglang_lazy.port.repairs import auth
+from sglang_lazy.port.repairs import http as repairs
 from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.serving import chunk_calls, chunk_lists, chunk_routes, page, registration
 from sglang_lazy.serving.misses import WORDS, Answered, Terms
@@ -71,7 +71,7 @@ def client(**keys):
     chunk_routes.add_routes(app, frontend.current)
     page.add_route(app)
     scopes.close(app)
-    apply(auth.HOOKS)
+    apply(hook for hook in repairs.HOOKS if hook.function is repairs.decide)
     if keys:  # SGLang adds its middleware only if a key is set
         keys = {"api_key": None, "admin_api_key": None, **keys}
         add_api_key_middleware(app, **keys)

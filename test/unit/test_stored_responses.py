@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest, ResponsesResponse
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
-from sglang_lazy.port.repairs import stored_responses
+from sglang_lazy.port.repairs import http
 from sglang_lazy.port.serving.responses import _History, make_request
 from sglang_lazy.serving.chat import ChunkParts
 
@@ -18,9 +18,9 @@ CAPACITY = 1 << 20
 
 @pytest.fixture
 def serving(monkeypatch):
-    monkeypatch.setattr(stored_responses, "CAPACITY", CAPACITY)
+    monkeypatch.setattr(http, "CAPACITY", CAPACITY)
     serving = SimpleNamespace()
-    stored_responses.bound(None, serving)
+    http.bound(None, serving)
     return serving
 
 

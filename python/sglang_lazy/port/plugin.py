@@ -74,16 +74,8 @@ def declared() -> tuple[Hook, ...]:
     from sglang_lazy.port.comb import limits as comb_limits
     from sglang_lazy.port.comb import pool as comb_pool
     from sglang_lazy.port.model import drafts, model_runner, ngram, recurrent
-    from sglang_lazy.port.repairs import (
-        abort_tasks,
-        adapters,
-        auth,
-        logs,
-        operators,
-        processes,
-        sessions,
-        stored_responses,
-    )
+    from sglang_lazy.port.repairs import adapters, operators, processes, sessions
+    from sglang_lazy.port.repairs import http as http_repairs
     from sglang_lazy.port.scheduler import control, idle, reports, schedule_policy, steps
     from sglang_lazy.port.serving import (
         chat,
@@ -99,14 +91,11 @@ def declared() -> tuple[Hook, ...]:
 
     modules = (
         cpu,
-        abort_tasks,
+        http_repairs,
         adapters,
-        auth,
-        logs,
         operators,
         processes,
         sessions,
-        stored_responses,
         control,
         steps,
         schedule_policy,

@@ -239,10 +239,15 @@ class ChunkAdmission:
 
     def reconcile(self) -> None:
         """Release the locks of requests that have left the queue, which happens on many paths in SGLang."""
-        if self.holders:
-            waiting = set(map(stand_in, self.facts.waiting))
-            for req in [req for req in self.holders if req not in waiting]:
-                self._release(req)
+        self._keep_locks_of(set(map(stand_in, self.facts.waiting)) if self.holders else set())
+
+    def let_go(self) -> None:
+        """Release the locks of all requests, those that wait as well: the cache is emptied next."""
+        self._keep_locks_of(set())
+
+    def _keep_locks_of(self, waiting: set[Any]) -> None:
+        for req in [req for req in self.holders if req not in waiting]:
+            self._release(req)
         self.producer.reconcile()
         self.store.deletions.sweep()
 

@@ -9,7 +9,6 @@ idle if nothing has a row: waiting requests hold no KV that a flush could take f
 Can go once SGLang answers errors of these messages and flushes a cache that is paused in retract mode.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,18 +127,6 @@ def _is_ending(scheduler: Any, req: Any) -> bool:
     """Whether nobody waits for a request any more, if no request waits for it."""
     aborted = req.to_finish is not None or req is scheduler._pending_chunked_abort_req
     return req.finished() or aborted or is_internal(req)
-
-
-@contextlib.contextmanager
-def pause_empties_queue(scheduler: Any) -> Iterator[None]:
-    """A context in which no request waits if the scheduler is paused."""
-    queue = scheduler.waiting_queue
-    if scheduler._engine_paused:
-        scheduler.waiting_queue = []
-    try:
-        yield
-    finally:
-        scheduler.waiting_queue = queue
 
 
 def check_released(updater: Any, message: Any) -> None:

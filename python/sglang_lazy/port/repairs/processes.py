@@ -1,7 +1,12 @@
-"""Close gaps in how SGLang's processes end: soon after one of them has died, without traces, and on SIGTERM once every
-request is answered, or finds the port closed."""
+"""Faults of SGLang's processes: how they end, and what clients can write into their logs.
+
+They end soon after one of them has died, without traces, and on SIGTERM once every request is answered, or finds the
+port closed. SGLang logs error messages with what clients sent, such as an adapter's name, in which a line break would
+begin a line like the server's own. Here further lines of a message are indented, and control characters escaped.
+"""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -20,6 +25,10 @@ from sglang_lazy.port.hooks import repair
 
 GRACE = 10
 """Seconds in which clients must have sent the rest of their requests, and received their answers."""
+
+_LINE_BREAKS = dict.fromkeys((*range(0x0A, 0x0E), 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029), "\n    ")
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F) if chr(code) != "\t"} | _LINE_BREAKS
+"""How characters of messages are written into a log."""
 
 _server: Any = None
 """The uvicorn server of this process, if it has one."""
@@ -130,6 +139,22 @@ def _ends_at_once(manager: Any) -> bool:
     return manager.server_status == ServerStatus.UnHealthy or get_bool_env_var("SGL_FORCE_SHUTDOWN")
 
 
+class _Indented(logging.Formatter):
+    def __init__(self, stock: logging.Formatter):
+        super().__init__()
+        self._stock = stock
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._stock.format(record).translate(_ESCAPED)
+
+
+def indent_lines(_result: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `configure_logger`: indent all lines of a message but the first."""
+    for handler in logging.root.handlers:
+        if not isinstance(handler.formatter, _Indented):
+            handler.setFormatter(_Indented(handler.formatter or logging.Formatter()))
+
+
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
     repair(
@@ -173,5 +198,12 @@ HOOKS = (
         "BEFORE",
         "a server that ends can close its port",
         "SGLang closes the port first",
+    ),
+    repair(
+        "sglang.srt.utils.common.configure_logger",
+        indent_lines,
+        "AFTER",
+        "clients cannot forge lines of the log",
+        "SGLang escapes what it logs",
     ),
 )

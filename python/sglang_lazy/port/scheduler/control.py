@@ -20,7 +20,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.port.facts import admission_of, dp_rank
 from sglang_lazy.port.hooks import feature, required, unused
-from sglang_lazy.port.repairs.operators import OperationError, pause_empties_queue, postpone, requests_with_rows
+from sglang_lazy.port.repairs.operators import OperationError, postpone, requests_with_rows
 from sglang_lazy.storage.chunk_storage import ChunkStorage
 
 UNUSED_HOOKS = "unused hooks"
@@ -71,11 +71,10 @@ def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -
     """Around `Scheduler.flush_cache`: aborted requests, and those that wait in a paused scheduler, first release their
     chunks. Afterwards storage hashes the model again, so that the next request need not wait for it; not while its
     weights have left the memory."""
-    with pause_empties_queue(scheduler):
-        admission = admission_of(scheduler)
-        if admission is not None and scheduler.is_fully_idle():
-            admission.reconcile()
-        flushed = original(scheduler, *args, **kwargs)
+    admission = admission_of(scheduler)
+    if admission is not None and scheduler.is_fully_idle():
+        admission.let_go()
+    flushed = original(scheduler, *args, **kwargs)
     storage = _storage_of(scheduler)
     if flushed and storage is not None and GPU_MEMORY_TYPE_WEIGHTS not in scheduler.weight_updater.offload_tags:
         storage.identify()

@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang_lazy.port.facts import admission_of
 from sglang_lazy.port.hooks import feature, required
-from sglang_lazy.port.repairs.operators import pause_empties_queue
 from sglang_lazy.port.scheduler import reports
 
 COLLECTIONS = 2
@@ -48,14 +47,16 @@ def check(scheduler: Any) -> None:
 
 
 def is_fully_idle(
-    original: Callable, scheduler: Any, for_health_check: bool = False, *args: Any, **kwargs: Any
+    original: Callable, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
 ) -> bool:
-    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
-    and a paused scheduler is idle if nothing has a row."""
+    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text.
+
+    And a paused scheduler is idle if nothing has a row, whoever asks: in SGLang a flush that may wait, unlike one that
+    may not, would wait for its queue.
+    """
     if for_health_check:
-        return original(scheduler, for_health_check, *args, **kwargs)
-    with pause_empties_queue(scheduler):
-        idle = original(scheduler, for_health_check, *args, **kwargs)
+        return original(scheduler, for_health_check, ignore_waiting)
+    idle = original(scheduler, for_health_check, ignore_waiting or scheduler._engine_paused)
     return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
 
 

@@ -1,0 +1,139 @@
+"""Faults of SGLang's HTTP process: what it aborts, shows and keeps.
+
+- Two seconds after a stream has ended, SGLang aborts the request by its id, in case the client has left, also if it was
+  refused or answered. Then the id may be another request's, which would be aborted; or the request has not been read so
+  far that it has one, and an error closes the connection.
+- A key (`--api-key`, `--admin-api-key`) that is not ASCII is answered with a 500, and `/server_info` shows all keys to
+  whoever has the lesser one, or to everybody if there is none.
+- Responses that are stored, with the messages before them, so that others may follow, are never forgotten. Here the
+  least recently used are forgotten once all take `CAPACITY` bytes. Following one of these gives a 404.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang.srt.utils.auth import AuthDecision
+from starlette.background import BackgroundTask
+
+from sglang_lazy.core.remembered import Remembered, deep_size
+from sglang_lazy.port.hooks import repair
+
+SECONDS = 2
+"""How long after a stream has ended its request is aborted."""
+_BEGUN = "_sglang_lazy_begun"
+HIDDEN = "<redacted>"
+_SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""Flags whose values open something."""
+CAPACITY = 1 << 28
+"""256 MiB."""
+
+
+def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's states."""
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    setattr(obj, _BEGUN, {rid: manager.rid_to_state[rid] for rid in rids})
+
+
+def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
+    """Around `TokenizerManager.create_abort_task`: abort what still runs of this request."""
+
+    async def abort() -> None:
+        await asyncio.sleep(SECONDS)
+        for rid, state in getattr(obj, _BEGUN, {}).items():
+            if manager.rid_to_state.get(rid) is state:
+                manager.abort_request(rid)
+
+    return BackgroundTask(abort)
+
+
+def decide(original: Callable, **request: Any) -> AuthDecision:
+    """Around `decide_request_auth`: a key that is not ASCII is a wrong one. Comparing it raises TypeError."""
+    try:
+        return original(**request)
+    except TypeError:
+        return AuthDecision(allowed=False)
+
+
+def hide(original: Callable, value: Any, **options: Any) -> Any:
+    """Around `redact_watermark_secrets`, which goes through all that the server shows of itself: hide keys as well.
+
+    It calls itself for each value of a dictionary, so one level at a time is seen to here.
+    """
+    result = original(value, **options)
+    if not isinstance(result, dict):
+        return result
+    secrets = {name: result[name] for name in _SECRETS if result.get(name)}
+    result = {**result, **dict.fromkeys(secrets, HIDDEN)}
+    if isinstance(command := result.get("launch_command"), str):
+        for secret in secrets.values():
+            command = re.sub(rf"(--\S+[ =]){re.escape(secret)}(?!\S)", rf"\1{HIDDEN}", command)
+        result["launch_command"] = command
+    return result
+
+
+class Field:
+    """One field of the stored records, as the dictionary by response id that SGLang uses."""
+
+    def __init__(self, records: Remembered[str, Mapping[str, Any]], name: str):
+        self._records, self._name = records, name
+
+    def get(self, response_id: str, default: Any = None) -> Any:
+        return (self._records.get(response_id) or {}).get(self._name, default)
+
+    def __getitem__(self, response_id: str) -> Any:
+        """Raises ValueError, answered with a 400, if it has been forgotten since the response was looked up, or was
+        too large."""
+        if (value := self.get(response_id)) is None:
+            raise ValueError(f"{response_id} is no longer stored with its {self._name}: send the whole conversation")
+        return value
+
+    def __setitem__(self, response_id: str, value: Any) -> None:
+        self._records.put(response_id, {**(self._records.get(response_id) or {}), self._name: value})
+
+
+def bound(_result: Any, serving: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `OpenAIServingResponses.__init__`: store both in records that are forgotten together."""
+    records = Remembered[str, Mapping[str, Any]](CAPACITY, size=lambda key, record: deep_size([key, record]))
+    serving.response_store, serving.msg_store = Field(records, "response"), Field(records, "messages")
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS = (
+    repair(
+        f"{_TOKENIZER_MANAGER}._init_req_state",
+        begin,
+        "AFTER",
+        "a stream that has ended aborts nobody else's request",
+        "SGLang's task knows whether its request still runs",
+    ),
+    repair(
+        f"{_TOKENIZER_MANAGER}.create_abort_task",
+        create_abort_task,
+        "AROUND",
+        "a stream that has ended aborts nobody else's request",
+        "SGLang's task knows whether its request still runs",
+    ),
+    repair(
+        "sglang.srt.sampling.watermarking.core.redact_watermark_secrets",
+        hide,
+        "AROUND",
+        "`/server_info` shows no keys",
+        "SGLang hides them",
+    ),
+    repair(
+        "sglang.srt.utils.auth.decide_request_auth",
+        decide,
+        "AROUND",
+        "API keys that are not ASCII",
+        "SGLang compares keys as bytes",
+    ),
+    repair(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
+        bound,
+        "AFTER",
+        "stored responses take bounded memory",
+        "SGLang bounds them",
+    ),
+)
