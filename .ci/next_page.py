@@ -1,6 +1,6 @@
 """The page of `.ci/next`, in Markdown: versions, the check of the hooks, and each failing test by module.
 
-usage: next_page.py HOOKS RESULTS...: what sglang_lazy.port.hook_check printed, and pytest's results as JUnit XML
+usage: next_page.py HOOKS RESULTS...: what tools.hook_check printed, and pytest's results as JUnit XML
 """
 
 import importlib.metadata

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_lazy.port import hook_check, plugin
+from sglang_lazy.port import plugin
 from sglang_lazy.port.hooks import feature
+from tools import hook_check
 
 
 def target(self, batch, ignored=False, *, dry=False): ...

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from sglang_lazy.port import hook_page, hooks, plugin
+from sglang_lazy.port import hooks, plugin
+from tools import hook_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_current():
-    """Otherwise: python -m sglang_lazy.port.hook_page > docs/hooks.md"""
+    """Otherwise: python -m tools.hook_page > docs/hooks.md"""
     assert (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8") == hook_page.page()
 
 

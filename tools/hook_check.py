@@ -1,4 +1,4 @@
-"""Compare the installed SGLang with what the port expects of it: python -m sglang_lazy.port.hook_check
+"""Compare the installed SGLang with what the port expects of it: python -m tools.hook_check
 
 Prints, in Markdown, the imports and hooks' targets that are gone, and the targets whose parameters hooks cannot take.
 Starts nothing, and ends with 1 if there is any, repairs aside. What SGLang no longer has is replaced by stand-ins

@@ -1,4 +1,4 @@
-"""Print docs/hooks.md, the hooks in the order in which they run: python -m sglang_lazy.port.hook_page
+"""Print docs/hooks.md, the hooks in the order in which they run: python -m tools.hook_page
 
 The hooks are read from the modules that declare them. Only their order stands here.
 """
@@ -100,7 +100,7 @@ HEAD = """\
 # Hooks
 
 What of SGLang's is changed, where, and what for: each row is one hook, in the order in which SGLang calls their
-targets. Written by `python -m sglang_lazy.port.hook_page`; [design](design.md#packages-and-the-port) says how hooks are
+targets. Written by `python -m tools.hook_page`; [design](design.md#packages-and-the-port) says how hooks are
 applied, [contributing](../CONTRIBUTING.md#move-to-another-sglang) how they are checked. Without a *required* hook no
 process starts, and by the end of the self-test each must have run; a *feature* runs for some requests or flags only.
 """
