@@ -10,7 +10,7 @@ from fakes.storage import Storage
 from sglang_lazy.chunks.store import ChunkState, ChunkStore
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.storage import TensorBackend
 from sglang_lazy.storage.chunk_objects import ChunkObjects
 from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
 from sglang_lazy.storage.report import StorageReport

@@ -27,11 +27,12 @@ from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.port.cache import create, tiers
-from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache import create
+from sglang_lazy.port.cache.storage import TensorBackend
 from sglang_lazy.port.model import model_runner
 from sglang_lazy.port.model.recurrent import RecurrentLayers
 from sglang_lazy.recurrent.pool import StateLayout, StatePool
+from sglang_lazy.storage import tiers
 from sglang_lazy.storage.chunk_objects import ChunkObjects
 from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
 from sglang_lazy.storage.report import StorageReport

@@ -82,6 +82,6 @@ def load() -> None:
     if multiprocessing.parent_process() is None:
         return
     from fakes.late_copies import late_transfers
-    from sglang_lazy.port.cache import tiers
+    from sglang_lazy.storage import tiers
 
     tiers.Transfers = late_transfers

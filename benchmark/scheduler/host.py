@@ -23,8 +23,8 @@ from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
-from sglang_lazy.port.cache import tiers
 from sglang_lazy.port.scheduler import steps
+from sglang_lazy.storage import tiers
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "metrics", "eviction")
 VOCAB_SIZE = 128256

@@ -12,8 +12,8 @@ from sglang.srt.server_args import ServerArgs
 from fakes.chunk_server import chunk_of
 from fakes.host_tree import Device, Tree
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.port.cache import connect
-from sglang_lazy.port.cache.backends import AddressBackend, FileBackend, TensorBackend
+from sglang_lazy.port.cache import storage as connect
+from sglang_lazy.port.cache.storage import AddressBackend, FileBackend, TensorBackend
 from sglang_lazy.storage.chunk_storage import Patience
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

@@ -19,7 +19,7 @@ from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.config import add_cli_args
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.cache import tier_metrics
+from sglang_lazy.port.cache import create, storage
 from sglang_lazy.serving import shadow
 
 ROOT = Path(__file__).parents[2]
@@ -159,8 +159,8 @@ def metrics(monkeypatch) -> set[str]:
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(prometheus_client, kind, metric)
     ChunkMetrics(MagicMock(counts=Counts()), {})
-    tier_metrics.measured_host(MagicMock(labels={}))
-    tier_metrics.measured_storage(1, 0, {})
+    create.measured_host(MagicMock(labels={}))
+    storage.measured_storage(1, 0, {})
     shadow.measured_shadow(MagicMock(), 1.0, 0.0, {})
     return names | set(re.findall(r'"(sglang:\w+)"', inspect.getsource(metrics_collector)))
 

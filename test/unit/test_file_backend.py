@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
-from sglang_lazy.port.cache.backends import FileBackend, TensorBackend
+from sglang_lazy.port.cache.storage import FileBackend, TensorBackend
 
 CACHESTAT = 451  # of every architecture
 MB = 1 << 20

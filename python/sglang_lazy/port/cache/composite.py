@@ -44,8 +44,8 @@ from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.prompt import Images
 from sglang_lazy.core.row_order import Row
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
-from sglang_lazy.port.cache.plain import BlockEvents, PlainCache, amounts_wanted
-from sglang_lazy.port.cache.tiers import HostMemories, Tiers
+from sglang_lazy.port.cache.plain import BlockEvents, HostMemories, PlainCache, amounts_wanted
+from sglang_lazy.storage.tiers import Tiers
 
 
 class CompositeCache:

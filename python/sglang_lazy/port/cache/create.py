@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
+from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
 from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_lazy.attention.table import table_of
@@ -21,13 +24,15 @@ from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.composite import CompositeCache
-from sglang_lazy.port.cache.connect import connect_storage
 from sglang_lazy.port.cache.plain import BlockEvents, HybridSlots, WindowSlots
-from sglang_lazy.port.cache.tier_metrics import measured_host
-from sglang_lazy.port.cache.tiers import Tiers
+from sglang_lazy.port.cache.storage import connect_storage
 from sglang_lazy.port.comb.pool import chunk_pool_of
 from sglang_lazy.port.facts import RequestFacts
-from sglang_lazy.storage.report import HostReport
+from sglang_lazy.storage.report import HOST_COUNTERS, HostReport, counters_of
+from sglang_lazy.storage.tiers import HostSize, Tiers, smallest_among
+
+_MIN_HITS = {"write_through": 0, "write_through_selective": 2}
+"""By SGLang's names: how often a chunk must have been used to be copied to the host."""
 
 
 def new_cache(context: Any, runner: Any) -> CompositeCache:
@@ -65,13 +70,20 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         cache.events = BlockEvents()
         tree.parts += (cache.events,)
     if context.enable_hierarchical_cache:
-        pools = [slots.get_kvcache() if pool is None else pool.kv]
+        layers = _buffers(slots.get_kvcache() if pool is None else pool.kv)
         if table.drafter is not None:
-            pools.append(table.drafter.token_to_kv_pool)
-        collector = plain.metrics_collector
-        report = HostReport() if collector is None else measured_host(collector)
+            layers += _buffers(table.drafter.token_to_kv_pool)
         of_states = None if table.recurrent is None else table.recurrent.pool
-        cache.tiers = trees.copying = tiers = Tiers(store, pools, order, share, params, report, of_states)
+        cache.tiers = trees.copying = tiers = Tiers(
+            store,
+            layers,
+            order,
+            HostSize(get_memory().hicache_size * 1e9 * share, get_memory().hicache_ratio * share),
+            _MIN_HITS[get_memory().hicache_write_policy],
+            smallest_among(_groups(params)),
+            HostReport() if plain.metrics_collector is None else measured_host(plain.metrics_collector),
+            of_states,
+        )
         table.loads = tiers.transfers
         if cache.events is not None and pool is None:
             tiers.watchers.each.append(cache.events)
@@ -118,3 +130,30 @@ def reserve_explained() -> Iterator[None]:
             "--hicache-size (GB for each GPU) or --hicache-ratio; or give chunks all of it with --lazy-host-share 1: "
             "then SGLang has no tier of its own, and sets nothing aside."
         ) from error
+
+
+def _buffers(kv: Any) -> list[Sequence[torch.Tensor]]:
+    """The buffers of each layer of SGLang's pool; none for layers without KV."""
+    if isinstance(kv, HybridLinearKVPool):
+        with_kv = kv.full_attention_layer_id_mapping
+        return [kv.get_kv_buffer(layer) if layer in with_kv else () for layer in range(max(with_kv) + 1)]
+    return [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
+
+
+def _groups(params: Any) -> list[Any]:
+    """The groups of tensor-parallel ranks that must agree on what is copied.  params: SGLang's, of a cache."""
+    groups = [group for group in (params.attn_cp_cache_group, params.attn_tp_cache_group) if _has_several(group)]
+    return groups or [group for group in (params.tp_cache_group,) if _has_several(group)]
+
+
+def _has_several(group: Any) -> bool:
+    return group is not None and torch.distributed.get_world_size(group) > 1
+
+
+def measured_host(collector: RadixCacheMetricsCollector) -> HostReport:
+    """A report of the host tier, with the labels of SGLang's collector of its cache's metrics."""
+
+    def count_loaded(num_tokens: int) -> None:
+        collector.increment_load_back_num_tokens(num_tokens, pool=PoolName.KV.value)
+
+    return HostReport(count_loaded, counters_of("host", HOST_COUNTERS, collector.labels))

@@ -1,7 +1,7 @@
 """SGLang's cache, its events and its hybrid allocator, as our tree and what both share know them."""
 
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 
 from sglang_lazy.cache import block_events
 from sglang_lazy.cache.block_events import Removed, Stored
+from sglang_lazy.cache.host_slots import HostSlots
 from sglang_lazy.cache.room import Amounts
 
 
@@ -121,3 +122,17 @@ class WindowSlots:
 
     def take_back(self, lenders: torch.Tensor) -> None:
         self._allocator.clear_full_to_swa_mapping(lenders)
+
+
+class HostMemories(NamedTuple):
+    """Host memory as SGLang's metrics count it, in tokens: that of SGLang's cache, None without, and ours."""
+
+    plain: Any
+    own: HostSlots
+
+    @property
+    def logical_size(self) -> int:
+        return self.own.size + (0 if self.plain is None else self.plain.logical_size)
+
+    def available_size(self) -> int:
+        return self.own.num_free + (0 if self.plain is None else self.plain.available_size())

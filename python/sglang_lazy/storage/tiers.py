@@ -1,26 +1,48 @@
 """The tiers below the device: chunks in host memory and, below it, in storage."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-from sglang.srt.runtime_context import get_memory
 
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.cache.host_copy import Watchers
 from sglang_lazy.cache.host_memory import HostMemory
-from sglang_lazy.cache.host_slots import HostSlots
 from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import Order
 from sglang_lazy.cache.transfers import Transfers
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.recurrent.pool import StatePool
 from sglang_lazy.storage.chunk_storage import ChunkStorage
 from sglang_lazy.storage.report import HostReport
 
-_MIN_HITS = {"write_through": 0, "write_through_selective": 2}
-"""By SGLang's names: how often a chunk must have been used to be copied to the host."""
+Layers = Sequence[Sequence[torch.Tensor]]
+"""The buffers of each layer, each [slots, ...]; none for layers without."""
+
+
+class HostSize(NamedTuple):
+    """How much the host keeps: so many bytes; if 0, `ratio` times as many slots as the device."""
+
+    num_bytes: float
+    ratio: float
+
+    def num_slots(self, layers: Layers, device_size: int, state_bytes: float) -> int:
+        """state_bytes: of states, for each slot of KV."""
+        if not self.num_bytes:
+            return int(self.ratio * device_size)
+        token_bytes = sum(buffer[0].nbytes for layer in layers for buffer in layer)
+        return int(self.num_bytes / (token_bytes + state_bytes))
+
+
+class StatesPool(Protocol):
+    """The device's pool of states."""
+
+    slot_bytes: int
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def layers(self) -> Layers: ...
 
 
 class Tiers:
@@ -34,28 +56,29 @@ class Tiers:
     def __init__(
         self,
         store: ChunkStore,
-        pools: Sequence[Any],
+        layers: Layers,
         order: Order,
-        share: float,
-        params: Any,
+        size: HostSize,
+        min_hits: int,
+        agree: Callable[[list[int]], list[int]],
         report: HostReport,
-        states_pool: StatePool | None = None,
+        states_pool: StatesPool | None = None,
     ):
         """Attach a host tier to `store`.
 
-        pools: SGLang's of the device: the model's, and that of a draft, whose layers are loaded after the model's.
-        order: of eviction.  share: of the host memory that SGLang's flags give.  params: SGLang's, of a cache.
+        layers: of the device's KV: the model's, and after these a draft's.
+        order: of eviction.  min_hits: how often a chunk must have been used to be copied to the host.
+        agree: returns the smallest of each of some numbers among all ranks, which all call it.
         states_pool: of states; the host has as many of them for its KV as the device.
         """
-        layers = [layer for pool in pools for layer in _buffers(pool)]
-        states, state_bytes = None, 0.0  # of states, for each slot of KV
+        states, state_bytes = None, 0.0
         if store.states is not None and states_pool is not None:
             state_bytes = states_pool.slot_bytes * states_pool.size / store.device.size
-        memory = HostMemory(layers, _num_slots(layers, store.device.size, share, state_bytes))
+        memory = HostMemory(layers, size.num_slots(layers, store.device.size, state_bytes))
         if store.states is not None and states_pool is not None:
             num_states = max(1, memory.slots.size * states_pool.size // store.device.size)
             states = HostStates(store.states, HostMemory(states_pool.layers, num_states))
-        self.agree = smallest_among(params)
+        self.agree = agree
         self.report, self.watchers = report, Watchers(report)
         self.transfers = Transfers(memory, states=None if states is None else states.memory)
         self.host = store.host = HostKV(
@@ -64,7 +87,7 @@ class Tiers:
             memory,
             self.transfers,
             order,
-            min_hits=_MIN_HITS[get_memory().hicache_write_policy],
+            min_hits=min_hits,
             agree=self.agree,
             watcher=self.watchers,
             states=states,
@@ -111,45 +134,9 @@ class Tiers:
         return numbers
 
 
-class HostMemories(NamedTuple):
-    """Host memory as SGLang's metrics count it, in tokens: that of SGLang's cache, None without, and ours."""
-
-    plain: Any
-    own: HostSlots
-
-    @property
-    def logical_size(self) -> int:
-        return self.own.size + (0 if self.plain is None else self.plain.logical_size)
-
-    def available_size(self) -> int:
-        return self.own.num_free + (0 if self.plain is None else self.plain.available_size())
-
-
-def _buffers(kv: Any) -> list[Sequence[torch.Tensor]]:
-    """The buffers of each layer of SGLang's pool; none for layers without KV."""
-    if isinstance(kv, HybridLinearKVPool):
-        with_kv = kv.full_attention_layer_id_mapping
-        return [kv.get_kv_buffer(layer) if layer in with_kv else () for layer in range(max(with_kv) + 1)]
-    return [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
-
-
-def _num_slots(layers: Any, device_size: int, share: float, state_bytes: float) -> int:
-    flags = get_memory()
-    if flags.hicache_size:
-        token_bytes = sum(buffer[0].nbytes for layer in layers for buffer in layer)
-        return int(flags.hicache_size * 1e9 * share / (token_bytes + state_bytes))
-    return int(flags.hicache_ratio * device_size * share)
-
-
-def smallest_among(params: Any) -> Callable[[list[int]], list[int]]:
-    """A function that returns the smallest of each of some numbers among all tensor-parallel ranks, which all call it.
-
-    params: SGLang's, of a cache.
-    """
-    groups = [params.attn_cp_cache_group, params.attn_tp_cache_group]
-    groups = [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
-    if not groups and params.tp_cache_group is not None and torch.distributed.get_world_size(params.tp_cache_group) > 1:
-        groups = [params.tp_cache_group]
+def smallest_among(groups: Sequence[Any]) -> Callable[[list[int]], list[int]]:
+    """A function that returns the smallest of each of some numbers among the processes of all groups, which all call
+    it.  groups: of torch.distributed."""
 
     def agree(numbers: list[int]) -> list[int]:
         if not groups:
