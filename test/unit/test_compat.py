@@ -18,7 +18,9 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_lazy.attention.kernels import unfit_kernels
 from sglang_lazy.core.policy import ServerTraits, refusal
+from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.model import compat, recurrent
@@ -406,7 +408,12 @@ def test_an_fp8_cache_fits(name, kernels):
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
     given = runner(scaled(0.5, 2.0), kv_cache_dtype=dtype, kv_cache_dtype_str=name)
     assert compat.unfit_model(given) == []
-    assert compat.unfit_kernels(kernels, given, described(given), max_chunks=256) is None
+    assert (
+        unfit_kernels(
+            kernels, described(given), torch.device(given.device), given.dtype, given.kv_cache_dtype, max_chunks=256
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -420,7 +427,9 @@ def test_an_fp8_cache_fits(name, kernels):
 def test_kernels_that_cannot_read_an_fp8_cache(monkeypatch, kernels, changes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     given = runner(Layer(plain_rope()), **{**FP8, **changes})
-    assert reason in compat.unfit_kernels(kernels, given, described(given), max_chunks=256)
+    assert reason in unfit_kernels(
+        kernels, described(given), torch.device(given.device), given.dtype, given.kv_cache_dtype, max_chunks=256
+    )
 
 
 def test_copies_do_not_fit_an_fp8_cache():
@@ -533,7 +542,7 @@ def test_layers_with_another_state():
 
 def test_the_message_says_what_to_do():
     """Every reason on its own line, then the way out."""
-    message = str(compat.Unfit(["first", "second"]))
+    message = str(Unfit(["first", "second"]))
     assert "\n  - first\n  - second\n" in message and "--lazy-fallback" in message
 
 

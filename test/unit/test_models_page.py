@@ -12,6 +12,7 @@ from oracle.models import MODELS
 from oracle.models.hybrids import HYBRIDS
 from oracle.quantised import FORMATS, WITH_EXPERTS
 from oracle.vision import VISION_MODELS
+from sglang_lazy.core.supported import TESTED
 from sglang_lazy.port.model import compat, recurrent
 
 COMB = "CombLlamaForConditionalGeneration"
@@ -31,16 +32,16 @@ def architecture_of(name):
     return spec.architecture or spec.config_class.replace("TextConfig", "Config").replace("Config", kind)
 
 
-OWN = {COMB, *map(architecture_of, HYBRIDS)} & compat.TESTED
+OWN = {COMB, *map(architecture_of, HYBRIDS)} & TESTED
 """Those that have tests of their own."""
 
 
 def test_each_architecture_has_a_row():
-    assert set(ROWS) == compat.TESTED
+    assert set(ROWS) == TESTED
 
 
 def test_oracle_column():
-    expected = dict.fromkeys(compat.TESTED, "")
+    expected = dict.fromkeys(TESTED, "")
     for name, spec in MODELS.items():
         if spec.needs is None and expected[architecture_of(name)] != "all":
             expected[architecture_of(name)] = "all" if spec.core else "once"

@@ -15,12 +15,12 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy import launch_server
 from sglang_lazy.core.config import LazyConfig, pop_keywords
+from sglang_lazy.core.supported import Unfit
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import flag_checks, plugin
 from sglang_lazy.port.cpu import backends_for_cpu, bounded_pool, replace_triton
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.serving import frontend, selftest
 from sglang_lazy.scheduler.preambles import check_default_preamble
 

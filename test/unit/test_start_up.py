@@ -14,11 +14,13 @@ import transformers
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_lazy.attention import kernels
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.core.supported import Unfit
 from sglang_lazy.port import hooks, plugin
-from sglang_lazy.port.model import compat, model_runner
+from sglang_lazy.port.model import model_runner
 
 TESTED = ["LlamaForCausalLM"]
 WITHOUT = "something is not as expected"
@@ -97,7 +99,7 @@ def fail(*_):
 def test_a_probe_that_fails(fits, monkeypatch, caplog, probe):
     """With the fallback, the server runs without chunk reuse and logs why; otherwise it does not start."""
     monkeypatch.setattr(model_runner, probe, fail)
-    with pytest.raises(compat.Unfit, match=WITHOUT):
+    with pytest.raises(Unfit, match=WITHOUT):
         start(fits, monkeypatch)
     with caplog.at_level(logging.WARNING):
         assert str(start(fits, monkeypatch, fallback=True)) == "stock"
@@ -109,7 +111,7 @@ def test_a_probe_that_fails(fits, monkeypatch, caplog, probe):
 def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refused):
     fits.kv_cache_dtype = "fp8"
     if refused:
-        with pytest.raises(compat.Unfit, match="--lazy-default-link copy: .*fp8"):
+        with pytest.raises(Unfit, match="--lazy-default-link copy: .*fp8"):
             start(fits, monkeypatch, default_link=default_link)
     else:
         assert start(fits, monkeypatch, default_link=default_link) == "linked stock"
@@ -191,9 +193,8 @@ def cuda_takes(monkeypatch):
             "cuda": SimpleNamespace(name="cuda", unsupported=unsupported),
             "triton": SimpleNamespace(name="triton", unsupported=lambda *_, **__: not_triton),
         }
-        for module in (compat, model_runner):
-            monkeypatch.setattr(module, "get_implementation", implementations.__getitem__)
-        return SimpleNamespace(device="cuda", dtype=None, kv_cache_dtype=None, model=None)
+        monkeypatch.setattr(kernels, "get_implementation", implementations.__getitem__)
+        return torch.device("cuda"), None, None
 
     return limit
 
@@ -208,19 +209,19 @@ def test_layers_that_cuda_cannot_serve(cuda_takes, caplog):
     def chosen(layers, **config):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            chosen = model_runner.choose_kernels(LazyConfig(**config), cuda_takes(512), layers)
+            chosen = kernels.choose_kernels(LazyConfig(**config), layers, *cuda_takes(512))
         assert {i: dataclasses.replace(layer, kernels=None) for i, layer in chosen.items()} == layers
         return [layer.kernels.name for layer in chosen.values()]
 
-    for kernels in ("auto", "cuda"):
-        assert chosen(layers, kernels=kernels, max_chunks=512) == ["cuda"] * 2
+    for asked in ("auto", "cuda"):
+        assert chosen(layers, kernels=asked, max_chunks=512) == ["cuda"] * 2
         assert not caplog.text
     assert chosen(layers, max_chunks=513) == ["triton"] * 2
     assert "triton kernels instead of the CUDA ones: at most 512 segments" in caplog.text
     assert chosen(wide) == ["cuda", "cuda", "triton", "triton"]
     assert "triton kernels instead of the CUDA ones in layers 2, 5: heads of" in caplog.text
     for asked, reason in ((layers, "at most 512 segments"), (wide, "heads of")):
-        with pytest.raises(compat.Unfit, match=f"--lazy-kernels cuda: {reason}"):
+        with pytest.raises(Unfit, match=f"--lazy-kernels cuda: {reason}"):
             chosen(asked, kernels="cuda", max_chunks=513)
 
 
@@ -228,10 +229,10 @@ def test_layers_that_no_kernels_can_serve(cuda_takes):
     """As with an e4m3 cache on an A100: the server refuses to start, or falls back, before Triton fails to compile."""
     rope = SimpleNamespace(cos_sin_cache=torch.zeros(1, 64))
     layers = {i: AttentionLayer(4, 2, 64, rope, window=128) for i in range(2)}
-    runner = cuda_takes(512, not_triton="no fp8 here")
-    assert len(model_runner.choose_kernels(LazyConfig(max_chunks=512), runner, layers)) == 2
-    with pytest.raises(compat.Unfit) as caught:
-        model_runner.choose_kernels(LazyConfig(max_chunks=513), runner, layers)
+    kinds = cuda_takes(512, not_triton="no fp8 here")
+    assert len(kernels.choose_kernels(LazyConfig(max_chunks=512), layers, *kinds)) == 2
+    with pytest.raises(Unfit) as caught:
+        kernels.choose_kernels(LazyConfig(max_chunks=513), layers, *kinds)
     assert caught.value.reasons == ["neither CUDA nor Triton kernels support this model: no fp8 here"]
 
 

@@ -10,10 +10,11 @@ from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import Unfit, unfit_config, unfit_flags
+from sglang_lazy.port.model.compat import unfit_config, unfit_flags
 from sglang_lazy.port.model.recurrent import unfit_states
 from sglang_lazy.port.serving.scopes import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for

@@ -14,10 +14,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
-from sgl_kernel_lazy import get_implementation
-from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.validation import FP8
-from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.core.supported import TESTED
 from sglang_lazy.port.comb.limits import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
@@ -31,71 +29,6 @@ DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM"), 7
 
 STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
 """The storage backends that store objects of any length."""
-
-TESTED = frozenset(
-    {
-        "ArceeForCausalLM",
-        "Cohere2ForCausalLM",
-        "CohereForCausalLM",
-        "CombLlamaForConditionalGeneration",
-        "Ernie4_5_ForCausalLM",
-        "FalconH1ForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "GemmaForCausalLM",
-        "Glm4ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "InternLM3ForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "LlamaForCausalLM",
-        "MellumForCausalLM",
-        "MiniMaxM2ForCausalLM",
-        "Mistral3ForConditionalGeneration",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "NemotronHForCausalLM",
-        "Olmo2ForCausalLM",
-        "OlmoeForCausalLM",
-        "Phi3ForCausalLM",
-        "PhiForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2MoeForCausalLM",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen3ForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "StableLmForCausalLM",
-        "Starcoder2ForCausalLM",
-    }
-)
-"""Models tested against the oracle. With --lazy-untested-model, the start-up check decides about others."""
-
-
-class Unfit(ValueError):
-    """This server cannot reuse chunks; the message says why and what to do."""
-
-    def __init__(self, reasons: list[str]):
-        self.reasons = reasons
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        super().__init__(
-            f"sglang-lazy cannot reuse chunks here:{lines}\n"
-            "Change these, or start with --lazy-fallback to serve without chunk reuse."
-        )
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:
@@ -254,22 +187,6 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
             reasons.append("--speculative-algorithm with cross-attention: not tested")
         reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
     return [*reasons, *unfit_layers(runner.model, may_lack_rotation=recurrence is not None)] or _unfit_pools(runner)
-
-
-def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:
-    """Why this kernel implementation cannot serve a layer of an otherwise supported model, or None."""
-    kind = LayerKind(
-        runner.dtype,
-        runner.kv_cache_dtype,
-        layer.num_qo_heads,
-        layer.num_kv_heads,
-        layer.head_dim,
-        layer.rope.cos_sin_cache.shape[1],
-        windowed=layer.window is not None,
-        sinks=layer.sinks,
-        capped=layer.logit_cap is not None,
-    )
-    return get_implementation(name).unsupported(torch.device(runner.device), kind, max_chunks)
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:

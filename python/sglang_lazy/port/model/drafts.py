@@ -14,19 +14,21 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.decode_rows import plan_rows
+from sglang_lazy.attention.kernels import choose_kernels
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.state import as_linked, fill_of, linked
+from sglang_lazy.core.supported import Unfit
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.hooks import feature
 from sglang_lazy.port.model.attention import LinkAttention, step_rows, with_link_path
-from sglang_lazy.port.model.compat import Unfit, unfit_layers
+from sglang_lazy.port.model.compat import unfit_layers
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import describe_layers
-from sglang_lazy.port.model.model_runner import choose_kernels, involves_chunks
+from sglang_lazy.port.model.model_runner import involves_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +132,8 @@ def describe_draft(runner: Any) -> ServedModel:
         raise Unfit([str(error)]) from error
     if any(layer.window is not None for layer in layers.values()):
         raise Unfit(["its layers have windows"])
-    layers = choose_kernels(LazyConfig.current(), runner, layers)
+    kinds = torch.device(runner.device), runner.dtype, runner.kv_cache_dtype
+    layers = choose_kernels(LazyConfig.current(), layers, *kinds)
     return ServedModel({layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}, layers)
 
 

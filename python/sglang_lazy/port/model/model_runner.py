@@ -1,7 +1,6 @@
 """Hooks on SGLang's model runner, which give forward passes their linked rows; and the backend factory."""
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
+from sglang_lazy.attention.kernels import choose_kernels
 from sglang_lazy.attention.metadata import axes_of
 from sglang_lazy.attention.probes import ProbeSums, deviating_layer, measure, probed_layers
 from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
@@ -25,19 +24,13 @@ from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import as_linked, lazy_state, linked
+from sglang_lazy.core.supported import TESTED, Unfit
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers, with_cross_attention
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import feature, required
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
-from sglang_lazy.port.model.compat import (
-    TESTED,
-    Unfit,
-    architecture,
-    unfit_flags,
-    unfit_kernels,
-    unfit_model,
-)
+from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
 from sglang_lazy.port.model.layer_check import check_layers
 from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
 from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout, unfit_states
@@ -95,9 +88,10 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     if reason := refusal(default, server_traits(runner)):
         raise Unfit([f"--lazy-default-link {config.default_link}: {reason}"])
     num_rows = len(runner.req_to_token_pool.req_to_token)
+    kinds = torch.device(runner.device), runner.dtype, runner.kv_cache_dtype
     if num_cross_layers(runner.model_config):
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
-        cross_layers = pool.served_model(choose_kernels(config, runner, pool.layers))
+        cross_layers = pool.served_model(choose_kernels(config, pool.layers, *kinds))
         return SegmentTable(num_rows, config.max_chunks, runner.device, cross_layers, CrossBatch)
     try:
         layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
@@ -110,7 +104,7 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
             "under link full (python -m sglang_lazy.verify)",
             architecture(runner.model_config),
         )
-    layers = choose_kernels(config, runner, layers)
+    layers = choose_kernels(config, layers, *kinds)
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}
     hybrid = isinstance(runner.token_to_kv_pool, SWAKVPool)
     window_slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None
@@ -153,29 +147,6 @@ def server_traits(runner: Any) -> ServerTraits:
         min_chunk=0 if layout is None else min_chunk(layout),
         preambles=layout is None or layout.ssm is not None,  # short convolutions do not show their inputs
     )
-
-
-def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]) -> dict[int, AttentionLayer]:
-    """`layers`, each with its kernels: the configured implementation, or the fastest that supports it on this machine.
-
-    Raises Unfit if the configured one does not support all layers, or none does.
-    """
-    fastest = "cuda" if torch.device(runner.device).type == "cuda" else "torch"
-    name = fastest if config.kernels == "auto" else config.kernels
-    chosen, refused = {}, dict[str, list[int]]()
-    for layer_id, layer in layers.items():
-        if reason := unfit_kernels(name, runner, layer, config.max_chunks):
-            refused.setdefault(reason, []).append(layer_id)
-        chosen[layer_id] = dataclasses.replace(layer, kernels=get_implementation("triton" if reason else name))
-    if refused and config.kernels != "auto":
-        raise Unfit([f"--lazy-kernels {name}: {reason}" for reason in refused])
-    instead = [unfit_kernels("triton", runner, layers[i], config.max_chunks) for ids in refused.values() for i in ids]
-    if reasons := dict.fromkeys(filter(None, instead)):
-        raise Unfit([f"neither CUDA nor Triton kernels support this model: {reason}" for reason in reasons])
-    for reason, ids in refused.items():
-        of_which = f" in layers {', '.join(map(str, ids))}" if len(ids) < len(layers) else ""
-        logger.info("sglang-lazy: triton kernels instead of the CUDA ones%s: %s", of_which, reason)
-    return chosen
 
 
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
