@@ -67,10 +67,14 @@ def serving(stock_path, with_plugin, tmp_path):
     "name", ["qwen3.5", *(pytest.param(x, marks=pytest.mark.nightly) for x in NAMES if x != "qwen3.5")]
 )
 def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
-    """Prompts in one batch and a second turn, whose tokens are cached."""
+    """Prompts in one batch and a second turn, whose tokens are cached; with what SGLang chooses if no flag does."""
     path, dice = build_model(HYBRIDS[name], model_dir), Dice(name)
     prompts = [list(dice.ids(length)) for length in (100, 133, 40)]
     with serving(path) as url:
+        chosen = requests.get(f"{url}/server_info", timeout=60).json()
+        strategy = "no_buffer" if name.startswith("lfm2") else "extra_buffer"
+        assert chosen["mamba_radix_cache_strategy"] == strategy
+        assert chosen["disable_overlap_schedule"] == (strategy == "no_buffer")
         answers = ask(url, prompts)
         prompts.append([*prompts[1], *answers[1]["output_ids"], *dice.ids(3)])
         answers += ask(url, prompts[-1:])

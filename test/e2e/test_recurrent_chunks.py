@@ -34,6 +34,7 @@ OPTIONS = dict(
     max_running_requests=8,
     context_length=2048,
     disable_cuda_graph=True,
+    mamba_track_interval=64,  # how often SGLang keeps a state in decode: short answers come to it
     log_level="error",
 )
 ALL = os.environ.get("LAZY_ALL_MODELS")
@@ -148,7 +149,8 @@ def test_second_turns_compute_only_what_is_new(served):
     """After an answer, also with more chunks; and from the beginning once the states are gone."""
     dice = Dice("turns")
     a, b, c = dice.chunks(3, 20, 40)
-    turns = [dice.text(9), a, dice.text(5), b, dice.text(12)]
+    turns = [dice.text(9), a, dice.text(5), b]
+    turns.append(dice.text(-2 - len(token_ids(turns)) & 63))  # the answer goes beyond a multiple of 64
     for segments in ([dice.text(3)], [dice.text(4), c, dice.text(2)], [dice.text(6)]):
         (output,) = served.answer(turns)
         num_known, turns = len(token_ids(turns)) + NUM_TOKENS - 1, [*turns, text(output["output_ids"]), *segments]
@@ -157,6 +159,25 @@ def test_second_turns_compute_only_what_is_new(served):
     served.engine.flush_cache()
     (output,) = served.answer(turns)
     assert hits(output) == [False] * 3 and output["meta_info"]["cached_tokens"] == 0
+
+
+def test_second_turns_after_a_stop(served):
+    """With overlap, the pass after the last token runs before that is known."""
+    dice = Dice("stop")
+    a, b = dice.chunks(2, 20, 40)
+    prompt = [dice.text(9), a, dice.text(5), b, dice.text(12)]
+    (whole,) = served.answer(prompt)
+    stop = whole["output_ids"][2]
+    served.engine.flush_cache()
+    output = served.engine.generate(
+        segments=[segment.to_request() for segment in prompt],
+        link="block",
+        sampling_params={"temperature": 0, "max_new_tokens": 2 * NUM_TOKENS, "stop_token_ids": [stop]},
+    )
+    tokens = output["output_ids"]
+    assert output["meta_info"]["finish_reason"]["type"] == "stop" and tokens == whole["output_ids"][: len(tokens)]
+    (output,) = served.answer([*prompt, text(tokens), dice.text(6)])
+    assert output["meta_info"]["cached_tokens"] >= len(token_ids(prompt)) + len(tokens) - 1
 
 
 def test_scenarios(served):
@@ -170,9 +191,10 @@ def test_prompts_without_chunks_beside_others(served):
     dice = Dice("beside")
     a, b = dice.chunks(2, 20, 60)
     between, question = dice.text(5), dice.text(12)
-    plain = [dice.text(150), dice.text(128), dice.text(70)]
     linked = [[a, between, b, question], [b, dice.text(90)], [dice.text(80), a, question]]
-    for _ in range(2):
+    linked.append([a, dice.text(126 - len(a.ids))])  # the answers of the last pair go beyond 128 tokens
+    for _ in range(2):  # beside chunks that are computed, and between those that are read
+        plain = [dice.text(150), dice.text(128), dice.text(70), dice.text(126)]
         first = served.answer(*[each for pair in zip(linked, ([text] for text in plain), strict=True) for each in pair])
         answers = first[1::2]
         turns = [
@@ -184,8 +206,7 @@ def test_prompts_without_chunks_beside_others(served):
         if served.min_chunk == 2:  # LFM2 is served without overlap
             assert cached == [len(prompt.ids) + NUM_TOKENS - 1 for prompt in plain]
         elif not served.in_parts:  # which end elsewhere
-            assert cached == [len(prompt.ids) // 64 * 64 for prompt in plain]
-        plain = [turn[0] for turn in turns]
+            assert cached == [(len(prompt.ids) + NUM_TOKENS - 1) // 64 * 64 for prompt in plain]
     for prompt in linked:  # as tokens, they begin like nothing that SGLang has cached
         (output,) = served.answer([text(token_ids(prompt) + list(dice.ids(1)))])
         assert output["meta_info"]["cached_tokens"] == 0
