@@ -83,11 +83,9 @@ WAYS = {
 
 
 def served_in(*usual):
-    """Parametrizes a test by all ways, of which CI runs those named, or else all, by day."""
+    """Parametrizes a test by all ways, of which CI runs those named by day."""
     params = [
-        pytest.param(
-            way, marks=[pytest.mark.xdist_group(way), *([pytest.mark.nightly] if usual and way not in usual else [])]
-        )
+        pytest.param(way, marks=[pytest.mark.xdist_group(way), *([pytest.mark.nightly] if way not in usual else [])])
         for way in WAYS
     ]
     return pytest.mark.parametrize("served", params, indirect=True)
@@ -105,7 +103,7 @@ def served(request, model_dir, with_plugin):
     gc.collect()
 
 
-@served_in()
+@served_in(*(way for way in WAYS if way != "EAGLE synchronous"))  # both are among the others
 @pytest.mark.parametrize("names", GROUPS, ids=["one half", "the other half", "long"])
 def test_scenarios(served, names):
     """Cold, warm, reordered, second turns, beside prompts without chunks; nothing is held afterwards."""
@@ -113,7 +111,7 @@ def test_scenarios(served, names):
     served.flush()  # an idle server checks its accounting, and a leaked slot or lock ends it
 
 
-@served_in()
+@served_in("STANDALONE", "STANDALONE by one", "STANDALONE by seven", "EAGLE3 of gpt-oss")
 def test_whole_chains_are_accepted_and_none(served):
     """Heads with random weights are hardly ever right."""
     served.histograms.clear()

@@ -25,7 +25,7 @@ PATIENCE = 120  # seconds
 POOL, NUM_TOKENS, TOLERANCE = 600, 100, 1e-4
 
 
-@pytest.fixture(scope="module", params=["overlap", "synchronous"])
+@pytest.fixture(scope="module", params=["overlap", pytest.param("synchronous", marks=pytest.mark.nightly)])
 def server(request, model_dir, with_plugin, tmp_path_factory):
     """Its address and log. SGLang retracts requests in every third step, as it does when memory runs out."""
     target, log = build("llama", model_dir), tmp_path_factory.mktemp("drafts") / "server.log"

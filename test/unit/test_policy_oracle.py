@@ -22,9 +22,9 @@ from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 
 SHIFT = 20  # added to all positions, so that a preamble's are not negative
-FAST = ("llama", "glm4", "gpt-oss")
+BY_DAY = ("llama", "glm4", "gpt-oss", "gemma4")  # of each kind: rotation of a part, sinks and windows, two head sizes
 every_model = pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 )
 
 
