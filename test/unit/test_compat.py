@@ -10,6 +10,7 @@ from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
@@ -265,7 +266,7 @@ def test_unfit_flags_with_recurrent_layers(flag, value, reason):
     assert recurrent.unfit_states(args, runner().model_config) == []
 
 
-@pytest.mark.parametrize(("algorithm", "fits"), [("EAGLE", True), ("EAGLE3", False), ("STANDALONE", False)])
+@pytest.mark.parametrize(("algorithm", "fits"), [("EAGLE", True), ("STANDALONE", True), ("EAGLE3", False)])
 def test_gated_delta_rules_fit_drafts(algorithm, fits):
     """Of a layer of the model's own, without overlap; other recurrent layers do not."""
     args = Args(**{**WITHOUT_OVERLAP, "speculative_algorithm": algorithm})
@@ -277,13 +278,15 @@ def test_gated_delta_rules_fit_drafts(algorithm, fits):
     assert any("--disable-overlap-schedule" in given for given in recurrent.unfit_states(overlapping, config))
 
 
-def test_drafts_and_a_host_tier_with_recurrent_layers():
-    """Each is served, both are not."""
-    config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
-    flags = {**WITHOUT_OVERLAP, "enable_hierarchical_cache": True}
-    assert recurrent.unfit_states(Args(**flags), config) == []
-    (given,) = recurrent.unfit_states(Args(**{**flags, "speculative_algorithm": "EAGLE"}), config)
-    assert "--enable-hierarchical-cache" in given
+def test_recurrent_layers_of_a_model_that_drafts(monkeypatch):
+    """It may have none; those of a model of its own have no states of their own in SGLang."""
+    monkeypatch.setattr(recurrent, "table_of", lambda pool: SimpleNamespace(recurrent=object()))
+    drafting = SimpleNamespace(
+        req_to_token_pool=None, is_draft_worker=True, spec_algorithm=SpeculativeAlgorithm.STANDALONE
+    )
+    assert recurrent.with_states("attention alone", drafting) == "attention alone"
+    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
+        recurrent.with_states(object.__new__(HybridLinearAttnBackend), drafting)
 
 
 @pytest.mark.parametrize("strategy, share", [("extra_buffer", 0.2), ("extra_buffer_lazy", 0)])

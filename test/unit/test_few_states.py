@@ -8,6 +8,7 @@ from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
+from fakes.storage import Storage
 from sglang_lazy.chunks.store import ChunkState
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -185,11 +186,13 @@ def test_a_chunk_that_begins_another_gets_its_state_on_the_host_later():
     assert loop.log == [["p0"]]
 
 
+@pytest.mark.parametrize("has_storage", [False, True], ids=["host", "storage"])
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_hangs_or_is_lost_with_a_host(seed):
+def test_nothing_hangs_or_is_lost_with_tiers(seed, has_storage):
     dice = random.Random(seed)
     num_states = dice.randint(2, 4)
-    loop = Loop(dice.choice([40, 60]), num_states=num_states, host_size=dice.choice([20, 40, 80]), num_rows=6)
+    tiers = {"host_size": dice.choice([20, 40, 80]), "storage": Storage() if has_storage else None}
+    loop = Loop(dice.choice([40, 60]), num_states=num_states, num_rows=6, **tiers)
     for i in range(40):
         parts = [
             dice.choice([A, B, C, D, (CHUNK, A[1][:2]), (CHUNK, (*A[1], 9))])
@@ -199,7 +202,9 @@ def test_nothing_hangs_or_is_lost_with_a_host(seed):
         loop.disturb(dice)
     loop.run(2000)
     assert lost(loop) == 0 and states(loop).num_locked == 0
-    host = loop.tree_cache.tiers.host
+    host, storage = loop.tree_cache.tiers.host, loop.tree_cache.tiers.storage
+    if has_storage:
+        assert not storage.fetches and (storage.report.num_fetched > 0) == (host.states.memory.slots.size > 1)
     nodes, with_states = [loop.store.tree.root], 0
     while nodes:
         node = nodes.pop()

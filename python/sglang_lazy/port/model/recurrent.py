@@ -15,7 +15,7 @@ from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.lfm2_moe import Lfm2MoeConfig
 from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
 from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
@@ -123,11 +123,8 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         "not known (--disable-overlap-schedule)": (
             flags.speculative_algorithm is not None and not flags.disable_overlap_schedule
         ),
-        "--speculative-algorithm and --enable-hierarchical-cache with recurrent layers: not tested together": (
-            flags.speculative_algorithm is not None and flags.enable_hierarchical_cache
-        ),
-        "--speculative-algorithm with recurrent layers: tested with gated delta rules and EAGLE or NEXTN alone": (
-            flags.speculative_algorithm not in (None, "EAGLE")
+        "--speculative-algorithm with recurrent layers: tested with gated delta rules and EAGLE, NEXTN or STANDALONE": (
+            flags.speculative_algorithm not in (None, "EAGLE", "STANDALONE")
             or (flags.speculative_algorithm is not None and hybrid_gdn_config(config) is None)
         ),
         "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
@@ -261,9 +258,15 @@ LINKS = {ShortConvAttnBackend: LinkConvolutions, GDNAttnBackend: LinkDeltaRule, 
 
 
 def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
-    """After `attn_backend_wrapper`, which adds the backend of recurrent layers: have it know of chunks."""
+    """After `attn_backend_wrapper`, which adds the backend of recurrent layers: have it know of chunks.
+
+    Raises ValueError for recurrent layers that chunks do not serve, or of a draft that is a model of its own.
+    """
     table: SegmentTable | None = table_of(runner.req_to_token_pool)
-    if table is not None and table.recurrent is not None:
+    has_states = isinstance(backend, HybridLinearAttnBackend)  # a model that drafts may have no recurrent layers
+    if has_states and table is not None and table.recurrent is not None:
+        if runner.is_draft_worker and runner.spec_algorithm.is_standalone():
+            raise ValueError("--speculative-draft-model-path: its recurrent layers would share the model's states")
         linear = backend.linear_attn_backend
         stock = type(linear)
         if stock not in LINKS:
