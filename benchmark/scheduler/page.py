@@ -139,7 +139,7 @@ class Served:
 
     def delete(self) -> list[float]:
         """Delete as many chunks as one message may name."""
-        chunks, _ = self.host.tree_cache.store.catalog.piece(None, False, 0, chunk_calls.MAX_DELETED)
+        chunks, _ = self.host.tree_cache.store.catalog.scan(None, False, 0, chunk_calls.MAX_DELETED)
         ids = [chunk_id(chunk.key.tokens) for chunk in chunks[: chunk_calls.MAX_DELETED]]
         start = time.thread_time_ns()
         self.control.handle("delete", {"tenant": None, "ids": ids}, time.time())

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.attention import most_attended
+from fakes.phases import ALL, Phases
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
-from fakes.steps import ALL, Steps
 from fakes.storage import Storage
 from fakes.stored import storage_with
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
@@ -92,7 +92,7 @@ class CacheHistories(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.storage = Storage() if self.has_storage else None
-        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=self.storage, **self.options)
+        self.pools = Phases(self.pool_size, eviction_policy=self.eviction_policy, storage=self.storage, **self.options)
         if self.has_storage:  # neither requests nor flushes wait for storage that hangs
             self.pools.cache.tiers.storage.patience = Patience("timeout", base=0.0, per_ki_token=0.0, max=0.0)
         self.retracted = []
@@ -160,7 +160,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.pools.running)
     @rule(pick=picks, num_steps=st.integers(1, 6), num_tokens=pieces)
     def advance(self, pick, num_steps, num_tokens):
-        """Steps of a running request: receive a result, compute the next piece, decode, finish."""
+        """Phases of a running request: receive a result, compute the next piece, decode, finish."""
         req = pick_from(self.pools.running, pick)
         for _ in range(num_steps):
             if req in self.pools.running:

@@ -34,7 +34,7 @@ def reuse(loop):
 
 def test_a_census_counts_each_chunk_once(monkeypatch):
     """Chunks come and go between the steps of a census; those present throughout are counted once."""
-    monkeypatch.setattr(counts, "PIECE", 2)
+    monkeypatch.setattr(counts, "AT_ONCE", 2)
     monkeypatch.setattr(catalog, "_SHARE", 1)
     loop = Loop()
     loop.warm(A, B, C)

@@ -10,7 +10,7 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from sglang_lazy.chunks import catalog
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.chunk_lists import arguments_of_ranks, check_id, list_arguments, merged_page
-from sglang_lazy.serving.pieces import all_pieces
+from sglang_lazy.serving.scans import scan
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -27,8 +27,8 @@ def listed(loop, tenant=None, everybody=False, **query):
     return listed_of_ranks([loop], tenant, everybody, **query)
 
 
-def pieces_of_ranks(loops, verb, between=lambda: None, **arguments):
-    """The answers of all data-parallel ranks, piece by piece.  between: called between two pieces."""
+def scan_of_ranks(loops, verb, between=lambda: None, **arguments):
+    """The answers of all data-parallel ranks, of a few chunks each.  between: called between two of a rank's."""
 
     async def ask(starts):
         if starts is not None:
@@ -38,7 +38,7 @@ def pieces_of_ranks(loops, verb, between=lambda: None, **arguments):
     for rank, loop in enumerate(loops):
         loop.admission.control.dp_rank = rank
     try:
-        all_pieces(ask).send(None)  # driven by hand, since event loops cannot nest
+        scan(ask).send(None)  # driven by hand, since event loops cannot nest
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits for something")
@@ -47,7 +47,7 @@ def pieces_of_ranks(loops, verb, between=lambda: None, **arguments):
 def listed_of_ranks(loops, tenant=None, everybody=False, **query):
     wanted = list_arguments(**query)
     asked = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(wanted)}
-    return merged_page(pieces_of_ranks(loops, "page", **asked), wanted)
+    return merged_page(scan_of_ranks(loops, "page", **asked), wanted)
 
 
 def test_the_fields_of_a_list():
@@ -109,16 +109,16 @@ def test_a_tenant_sees_only_its_own_chunks():
     assert listed(loop, everybody=True)["total"] == 4
 
 
-@pytest.fixture(params=[catalog.PIECE, 3], ids=["one piece", "many pieces"])
-def piece(request, monkeypatch):
+@pytest.fixture(params=[catalog.AT_ONCE, 3], ids=["at once", "a few at a time"])
+def at_once(request, monkeypatch):
     """How many chunks are examined at a time."""
-    monkeypatch.setattr(catalog, "PIECE", request.param)
+    monkeypatch.setattr(catalog, "AT_ONCE", request.param)
     monkeypatch.setattr(catalog, "_SHARE", min(catalog._SHARE, request.param - 1))
 
 
 @pytest.mark.parametrize("sort", ["last_use", "hits", "tokens", "created"])
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_pages_concatenate_to_the_sorted_list(piece, sort, order):
+def test_pages_concatenate_to_the_sorted_list(at_once, sort, order):
     rng = random.Random(0)
     loop = Loop(pool_size=400)
     chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(3))) for i in range(25)]
@@ -144,7 +144,7 @@ def test_pages_concatenate_to_the_sorted_list(piece, sort, order):
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_pages_over_ranks_lose_no_chunk_at_ties(piece, order, limit):
+def test_pages_over_ranks_lose_no_chunk_at_ties(at_once, order, limit):
     """Each rank numbers its chunks from 0, so chunks of different ranks tie in the sort order."""
     loops = [Loop(), Loop(), Loop()]
     for loop in loops:
@@ -161,7 +161,7 @@ def test_pages_over_ranks_lose_no_chunk_at_ties(piece, order, limit):
     assert pages == (expected if order == "asc" else expected[::-1])
 
 
-def test_chunks_being_computed_are_listed_once(piece):
+def test_chunks_being_computed_are_listed_once(at_once):
     loop = Loop(chunked_prefill_size=4)
     others = [(True, (i, 9, 9)) for i in range(1, 9)]
     loop.warm(*others)

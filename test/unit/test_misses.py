@@ -13,7 +13,7 @@ from fakes.server import FakeServer
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.remembered import deep_size
 from sglang_lazy.serving import fingerprints, misses
-from sglang_lazy.serving.fingerprints import ENDS, KEPT, STEPS, WINDOW, Pieces, fingerprint
+from sglang_lazy.serving.fingerprints import ENDS, KEPT, NORMALIZATIONS, WINDOW, TokenTexts, fingerprint
 from sglang_lazy.serving.misses import WORDS, Answered, Misses, Terms
 
 LEASE = (
@@ -199,9 +199,9 @@ def test_fingerprints_hold_no_text(tokenizer):
 @pytest.mark.parametrize("text", ["x", "Grüße, 世界 🌊", " \n\ta  b"])
 def test_pieces_keep_what_matters(tokenizer, text):
     """ASCII is as it was, and different texts stay different."""
-    given = Pieces(tokenizer).text(tokenizer.encode(text))
+    given = TokenTexts(tokenizer).text(tokenizer.encode(text))
     assert [c for c in given if c.isascii()] == [c for c in text if c.isascii()]
-    assert given != Pieces(tokenizer).text(tokenizer.encode(text + "界"))
+    assert given != TokenTexts(tokenizer).text(tokenizer.encode(text + "界"))
 
 
 def test_memory_is_bounded(tokenizer, monkeypatch):
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_fails_harms_nobody(tokenizer, monkeypatch, caplog):
     async def run():
         server = Server(tokenizer)
         with monkeypatch.context() as broken:
-            broken.setattr(Pieces, "text", lambda *_: 1 / 0)
+            broken.setattr(TokenTexts, "text", lambda *_: 1 / 0)
             assert (await server.use(LEASE))[1] is None
         assert "could not be examined" in caplog.text
         assert (await server.use(LEASE))[1].reason == "new"
@@ -267,4 +267,4 @@ def test_too_much_at_a_time_is_left_out(tokenizer, monkeypatch):
 
 def test_reasons_have_words():
     """Those that name another chunk are those that there is one for."""
-    assert {*STEPS, *ENDS.values()} == {reason for reason, words in WORDS.items() if "{like}" in words}
+    assert {*NORMALIZATIONS, *ENDS.values()} == {reason for reason, words in WORDS.items() if "{like}" in words}

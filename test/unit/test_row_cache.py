@@ -8,9 +8,9 @@ import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from fakes.phases import Phases
 from fakes.pools import Pools
 from fakes.requests import CHUNK, TEXT, new_request
-from fakes.steps import Steps
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.prompt import ChunkSlice
@@ -40,7 +40,7 @@ def num_used(pools):
 def test_cached_chunks_take_no_slots_at_new_offsets():
     """Zero copy: a warm prompt in a new order allocates slots for its text and answer only, and computes its text in
     one pass."""
-    pools = Steps(200)
+    pools = Phases(200)
     documents = [(CHUNK, (i, i + 1, i + 2)) for i in range(1, 9)]
     separators = [(TEXT, (15,))] * 8
     run(pools, new_request([*itertools.chain(*zip(documents, separators, strict=True))], max_new_tokens=1))
@@ -55,7 +55,7 @@ def test_cached_chunks_take_no_slots_at_new_offsets():
 def test_copies_last_as_long_as_their_request():
     """A copied chunk has slots of the request's own, leaves the shared ones evictable, and is freed with the
     request."""
-    pools = Steps(30)
+    pools = Phases(30)
     parts = [(TEXT, (9,)), (CHUNK, (1, 2, 3)), (CHUNK, (4, 5)), (TEXT, (7,))]
     req = new_request(parts, link="copy", max_new_tokens=2)
     pools.arrive(req)
@@ -73,7 +73,7 @@ def test_copies_last_as_long_as_their_request():
 
 def test_duplicate_text_is_kept_once():
     """Two requests that compute the same text side by side end up with one copy, in both rows."""
-    pools = Steps(40)
+    pools = Phases(40)
     parts = [(TEXT, (9,)), (CHUNK, (1, 2, 3)), (TEXT, (5, 6)), (CHUNK, (4,)), (TEXT, (7, 8))]
     twins = [new_request(parts), new_request(parts)]
     for req in twins:
@@ -91,7 +91,7 @@ def test_duplicate_text_is_kept_once():
 @pytest.mark.parametrize("forge", [repr, str, lambda namespace: namespace[0], lambda namespace: str(namespace[-1])])
 def test_client_keys_reach_no_private_namespace(forge):
     """Whatever extra_key a client sends, it must not match a chunk's namespace or that of text after one."""
-    pools = Steps(60)
+    pools = Phases(60)
     req = new_request([(CHUNK, (1, 2, 3)), (TEXT, (4, 5))], extra_key="a", cache_salt="s")
     run(pools, req)
     chunk, span = linked(req).prompt.chunks[0], linked(req).prompt.spans[0]
@@ -107,7 +107,7 @@ def test_client_keys_reach_no_private_namespace(forge):
 def test_an_image_is_found_whole_or_not_at_all():
     """An aborted prompt computed two of its first image's three tokens. The next one computes all three, but keeps the
     slots of those two, since SGLang embeds an image from one range of the row."""
-    pools, parts = Steps(60), [(TEXT, (1, 9, 9, 9, 4)), (CHUNK, (5, 6)), (TEXT, (9, 9, 9, 7))]
+    pools, parts = Phases(60), [(TEXT, (1, 9, 9, 9, 4)), (CHUNK, (5, 6)), (TEXT, (9, 9, 9, 7))]
 
     def with_images():
         req = new_request(parts)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from test_chunk_lists import deleted, id_of, listed, pieces_of_ranks
+from test_chunk_lists import deleted, id_of, listed, scan_of_ranks
 from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
@@ -21,13 +21,13 @@ LISTS["pinned"] = ("tokens", lambda chunk: chunk["pinned"])
 
 
 def surveyed(*loops, between=lambda: None, tenant=None, everybody=False):
-    """A complete survey.  between: called between two pieces."""
-    return merged(pieces_of_ranks(loops, "survey", between, tenant=tenant, everybody=everybody))
+    """A complete survey.  between: called between two messages."""
+    return merged(scan_of_ranks(loops, "survey", between, tenant=tenant, everybody=everybody))
 
 
-def in_pieces_of(monkeypatch, size):
-    monkeypatch.setattr(reports, "PIECE", size)
-    monkeypatch.setattr(control, "PIECE", size)
+def scanning(monkeypatch, size):
+    monkeypatch.setattr(reports, "AT_ONCE", size)
+    monkeypatch.setattr(control, "AT_ONCE", size)
     monkeypatch.setattr(catalog, "_SHARE", 1)
 
 
@@ -58,7 +58,7 @@ def check(found, chunks):
 @pytest.mark.parametrize("size", [1, 7, 30, 500])
 @pytest.mark.parametrize("host_size", [0, 150])
 def test_surveys_agree_with_lists(monkeypatch, size, host_size):
-    in_pieces_of(monkeypatch, size)
+    scanning(monkeypatch, size)
     rng = random.Random(size)
     loop = Loop(pool_size=120, host_size=host_size)
     chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(4))) for i in range(30)]
@@ -92,9 +92,9 @@ def test_chunks_being_computed_are_counted():
     assert surveyed(loop, tenant="other")["chunks"]["pending"] == 0
 
 
-def test_chunks_that_come_and_go_between_two_pieces(monkeypatch):
+def test_chunks_that_come_and_go_during_a_scan(monkeypatch):
     """Each chunk is counted once, in its state when its turn comes; chunks gone by then are left out."""
-    in_pieces_of(monkeypatch, 2)
+    scanning(monkeypatch, 2)
     loop = Loop()
     loop.warm(A, B, C)
     found = surveyed(loop, between=lambda: deleted(loop, id_of(A), id_of(C)))
@@ -106,8 +106,8 @@ def test_chunks_that_come_and_go_between_two_pieces(monkeypatch):
     check(surveyed(loop), listed(loop)["chunks"])
 
 
-def test_a_flush_between_two_pieces(monkeypatch):
-    in_pieces_of(monkeypatch, 2)
+def test_a_flush_during_a_scan(monkeypatch):
+    scanning(monkeypatch, 2)
     loop = Loop()
     loop.warm(A, B, C)
     assert surveyed(loop, between=loop.pools.flush)["chunks"]["resident"]["chunks"] == 2
@@ -115,7 +115,7 @@ def test_a_flush_between_two_pieces(monkeypatch):
 
 
 def test_ranks_finish_independently(monkeypatch):
-    in_pieces_of(monkeypatch, 1)
+    scanning(monkeypatch, 1)
     loops = [Loop(), Loop(), Loop()]
     loops[0].warm(A)
     loops[1].warm(A, B, C)
@@ -168,7 +168,7 @@ def test_a_tenants_survey_does_not_tell_what_is_free():
 
 def test_surveys_of_several_processes_do_not_disturb_one_another(monkeypatch):
     """Tokenizer workers do not coordinate their surveys."""
-    in_pieces_of(monkeypatch, 1)
+    scanning(monkeypatch, 1)
     loop = Loop()
     loop.warm(A, B, C)
     check(surveyed(loop, between=lambda: check(surveyed(loop), listed(loop)["chunks"])), listed(loop)["chunks"])
@@ -226,17 +226,17 @@ def answer(num_chunks, sizes=()):
 
 
 class Asked:
-    """Records what a scheduler of `num_chunks` chunks is asked, with times.  pieces: of each survey."""
+    """Records what a scheduler of `num_chunks` chunks is asked, with times.  messages: of each survey."""
 
-    def __init__(self, num_chunks=3, pieces=1):
-        self.num_chunks, self.pieces, self.begun, self.left = num_chunks, pieces, [], 0
+    def __init__(self, num_chunks=3, messages=1):
+        self.num_chunks, self.messages, self.begun, self.left = num_chunks, messages, [], 0
 
     async def __call__(self, starts):
         await asyncio.sleep(0)
         if starts is None:
             assert not self.left, "two surveys at once"
             self.begun.append(asyncio.get_running_loop().time())
-            self.left = self.pieces
+            self.left = self.messages
         else:
             assert starts == {0: 7}
         self.left -= 1
@@ -245,7 +245,7 @@ class Asked:
 
 def test_concurrent_callers_share_one_survey():
     async def look():
-        kept, asked = Surveys(), Asked(pieces=5)
+        kept, asked = Surveys(), Asked(messages=5)
         found = await asyncio.gather(*(kept.get("a", asked) for _ in range(9)))
         assert asked.begun == [0.0] and [one["chunks"]["resident"]["chunks"] for one in found] == [3] * 9
 
@@ -258,7 +258,7 @@ def test_surveys_take_a_hundredth_of_the_schedulers_time(num_chunks, num_tenants
     """However many callers, at a microsecond per chunk. The same survey is not made twice within a second."""
 
     async def look():
-        kept, asked, clock = Surveys(), Asked(num_chunks, pieces=3), asyncio.get_running_loop()
+        kept, asked, clock = Surveys(), Asked(num_chunks, messages=3), asyncio.get_running_loop()
 
         async def watch(whose):
             while clock.time() < 100:
@@ -282,7 +282,7 @@ def test_failed_and_abandoned_surveys_block_nobody():
 
         with pytest.raises(ValueError, match="no chunks"):
             await kept.get("a", fails)
-        left = asyncio.ensure_future(kept.get("a", Asked(pieces=9)))
+        left = asyncio.ensure_future(kept.get("a", Asked(messages=9)))
         await asyncio.sleep(0)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
@@ -312,9 +312,9 @@ def test_surveys_of_ranks_are_summed():
     assert [chunk["hits"] for chunk in many["hottest"]] == list(range(15, 5, -1))
 
 
-def test_an_eviction_between_two_pieces(monkeypatch):
+def test_an_eviction_during_a_scan(monkeypatch):
     """Chunks that moved to the host are counted in the state they are found in."""
-    in_pieces_of(monkeypatch, 1)
+    scanning(monkeypatch, 1)
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A, B)
     found = surveyed(loop, between=lambda: loop.tree_cache.evict(EvictParams(num_tokens=40)))

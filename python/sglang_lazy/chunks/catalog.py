@@ -1,4 +1,4 @@
-"""The catalogue of cached chunks by tenant, for listing them in pieces."""
+"""The catalogue of cached chunks by tenant, for scanning them."""
 
 import bisect
 import dataclasses
@@ -18,7 +18,7 @@ SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "create
 STATES = ("pending", "fetching", "host", "loading", "resident")
 MAX_LIMIT = 1000
 MIN_DIGITS = 16
-PIECE = 4000
+AT_ONCE = 4000
 """How many chunks to look through at once for a page, which takes a few milliseconds."""
 _SHARE = 256
 """How many serial numbers share a dictionary of `Series`."""
@@ -62,7 +62,7 @@ def tenant_of(namespace: Namespace) -> Hashable:
 
 
 class Series:
-    """Chunks in order of serial number, read in pieces while chunks come and go.
+    """Chunks in order of serial number, scanned a few at a time while chunks come and go.
 
     serials: the serial numbers of chunks to come.
     """
@@ -85,10 +85,10 @@ class Series:
     def __bool__(self) -> bool:
         return bool(self._shares)
 
-    def piece(self, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
-        """The chunks from `start` on, `size` of them or a few more, and where the next piece starts, None at the end.
+    def scan(self, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
+        """The chunks from `start` on, `size` of them or a few more, and where the next ones start, None at the end.
 
-        start: 0, or the value returned with the previous piece.
+        start: 0, or the value returned with the previous ones.
         """
         chunks: list[CachedChunk] = []
         numbers = list(self._shares)
@@ -135,10 +135,10 @@ class Catalog:
     def __iter__(self) -> Iterator[CachedChunk]:
         return iter(self._chunks.values())
 
-    def piece(self, tenant: Hashable, everybody: bool, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
-        """Some chunks of a tenant or of all tenants, in the order in which they became known; see `Series.piece`."""
+    def scan(self, tenant: Hashable, everybody: bool, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
+        """Some chunks of a tenant or of all tenants, in the order in which they became known; see `Series.scan`."""
         series = self._everybody if everybody else self._tenants.get(tenant)
-        return ([], None) if series is None else series.piece(start, size)
+        return ([], None) if series is None else series.scan(start, size)
 
     def find(self, tenant: Hashable, prefix: str, more: Iterable[CachedChunk] = ()) -> list[CachedChunk]:
         """The chunks of a tenant whose digest begins with these hexadecimal digits. One text may be cached several
@@ -159,19 +159,19 @@ class Catalog:
         start: int = 0,
         more: Iterable[CachedChunk] = (),
     ) -> tuple[int, list[CachedChunk], list[tuple[float, int]], int | None]:
-        """Look through one piece of the chunks for a page; the caller merges the pages of all pieces.
+        """Look through some of the chunks for a page; the caller merges the pages of all.
 
-        Returns the number of chunks in the piece, the first `limit` of them in sort order, the place of each (sort
-        value and serial number), and where the next piece starts.
+        Returns the number of these chunks, the first `limit` of them in sort order, the place of each (sort value and
+        serial number), and where the next ones start.
 
         everybody: include all tenants.  sort: one of `SORTS`.  limit: chunks per page.
         after: the place of the last chunk on the previous page.
-        state: include only chunks in this state, one of `STATES`.  start: as in `piece`.
-        more: chunks that are known but not cached; they belong to the first piece.
+        state: include only chunks in this state, one of `STATES`.  start: as in `scan`.
+        more: chunks that are known but not cached; they belong to the first ones.
         """
         serial_name = "serial" if everybody else "own_serial"
         serial = attrgetter(serial_name)
-        chunks, following = self.piece(tenant, everybody, start, PIECE)
+        chunks, following = self.scan(tenant, everybody, start, AT_ONCE)
         if not start:
             chunks = sorted((c for c in more if everybody or c.tenant == tenant), key=serial) + chunks
         if state is not None:

@@ -13,7 +13,7 @@ from sglang_lazy.core.refusal import REASONS
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 HITS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The upper bounds of histogram buckets."""
-PIECE = 2000
+AT_ONCE = 2000
 """How many chunks `Census` counts in one step, which takes one or two milliseconds."""
 MODES = ("prefill", "decode")
 
@@ -124,7 +124,7 @@ class Census:
 
     def step(self) -> Occupancy | None:
         """Count the next batch. Returns the totals after the last one, then starts over; None before that."""
-        chunks, following = self._store.catalog.piece(None, True, self._start, PIECE)
+        chunks, following = self._store.catalog.scan(None, True, self._start, AT_ONCE)
         found, self._start = self._found + Occupancy.of(chunks), following or 0
         self._found = found if following else Occupancy.of(())
         return None if following else found

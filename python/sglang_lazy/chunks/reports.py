@@ -1,6 +1,6 @@
 """Reports on chunks for lists and surveys. `store` is their `ChunkStore`.
 
-A survey is gathered piece by piece between batches: totals, and the top of several lists.
+A survey is gathered in a scan, between batches: totals, and the top of several lists.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from sglang_lazy.chunks.counts import Occupancy
 from sglang_lazy.core.fills import chunks_of
 from sglang_lazy.core.keys import chunk_id
 
-PIECE = 750
+AT_ONCE = 750
 """How many chunks to survey at once, which takes less than a millisecond."""
 TOP = 10
 """Maximum number of chunks in a list."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.pins import Pins
-from sglang_lazy.chunks.reports import PIECE, chunks_under_way, describe_chunk, state_of, survey_chunks
+from sglang_lazy.chunks.reports import AT_ONCE, chunks_under_way, describe_chunk, state_of, survey_chunks
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.refusal import Refusal
@@ -17,9 +17,9 @@ from sglang_lazy.core.refusal import Refusal
 class ChunkControl:
     """Lists, pins and deletes chunks; every tensor-parallel rank handles the same messages.
 
-    To look through all chunks, the caller sends one message per piece, so that batches run in between: `starts` says
-    where each data-parallel rank continues (None: all at the beginning), and the answer's `next` where the following
-    piece starts, None at the end.
+    In a scan of all chunks, the caller sends a message for a few at a time, so that batches run in between: `starts`
+    says where each data-parallel rank continues (None: all at the beginning), and the answer's `next` where the
+    following ones start, None at the end.
 
     dp_rank: the scheduler's data-parallel rank, set by the port.
     """
@@ -46,7 +46,7 @@ class ChunkControl:
         return verbs[verb](**arguments)
 
     def page(self, starts: Mapping[int, int] | None = None, **wanted: Any) -> dict[str, Any]:
-        """The page of one piece of the chunks, with the place of each and the number of chunks in the piece.
+        """The page of some of the chunks, with the place of each and the number of them all.
 
         wanted: the other arguments of `Catalog.page`.
         """
@@ -67,14 +67,14 @@ class ChunkControl:
         return {"chunks": [self._describe(chunk) for chunk in chunks]}
 
     def survey(self, starts: Mapping[int, int] | None, tenant: str | None, everybody: bool) -> dict[str, Any]:
-        """A piece of a survey; see `survey_chunks`. The first one also has the `memory` of device and host (tokens:
+        """A survey of some chunks; see `survey_chunks`. The first one also has the `memory` of device and host (tokens:
         `size`, and `free`, which is None for a tenant, since it tells the lengths of what others compute and lose),
         what was `evicted` of it in the last hour (rows of `Sums`: chunks and tokens), and, among `chunks`, the number
         of `pending` and `fetching` ones.
         """
         if (start := self._start(starts)) is None:
             return {}
-        chunks, following = self.store.catalog.piece(tenant, everybody, start, PIECE)
+        chunks, following = self.store.catalog.scan(tenant, everybody, start, AT_ONCE)
         found = {**survey_chunks(chunks, self._describe), "next": following}
         if starts is None:
             coming = [

@@ -24,8 +24,8 @@ from sglang_lazy.serving.frontend import Frontend
 from sglang_lazy.serving.known_chunks import UnknownChunk
 from sglang_lazy.serving.labels import name_chunks, with_labels
 from sglang_lazy.serving.misses import WORDS, Miss
-from sglang_lazy.serving.pieces import all_pieces
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
+from sglang_lazy.serving.scans import scan
 from sglang_lazy.serving.threads import in_thread
 
 MAX_DELETED = 100
@@ -39,8 +39,8 @@ async def list_chunks(
 ) -> dict[str, Any]:
     """One page of a tenant's chunks, or of everybody's.  arguments: from `list_arguments`."""
     wanted = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(arguments)}
-    pieces = await all_pieces(lambda starts: frontend.server.ask("page", starts=starts, **wanted))
-    page = merged_page(pieces, arguments)
+    scanned = await scan(lambda starts: frontend.server.ask("page", starts=starts, **wanted))
+    page = merged_page(scanned, arguments)
     chunks = with_adapter_names(page["chunks"], frontend.server.adapters)
     return {**page, "chunks": with_labels(frontend.labels, chunks)}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS, SORTS, STATES
-from sglang_lazy.serving.pieces import Pieces
+from sglang_lazy.serving.scans import Scanned
 
 DEFAULT_LIMIT = 100
 MAX_TTL = 10**9
@@ -57,18 +57,18 @@ def arguments_of_ranks(wanted: Mapping[str, Any]) -> dict[str, Any]:
     return {**wanted, "after": (value, before), "limit": wanted["limit"] + 2}
 
 
-def merged_page(pieces: Pieces, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def merged_page(scanned: Scanned, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """One page, merged from the answers of all data-parallel ranks to `arguments_of_ranks`.  wanted: as there."""
     sort, descending, limit, after = (wanted[name] for name in ("sort", "descending", "limit", "after"))
     rows = [
         ((*place, rank), {**chunk, "dp_rank": rank})
-        for rank, piece in pieces
-        for place, chunk in zip(piece["places"], piece["chunks"], strict=True)
+        for rank, answer in scanned
+        for place, chunk in zip(answer["places"], answer["chunks"], strict=True)
     ]
     if after is not None:
         rows = [row for row in rows if (row[0] < after if descending else row[0] > after)]
     rows.sort(key=lambda row: row[0], reverse=descending)
-    total = sum(piece["total"] for _, piece in pieces)
+    total = sum(answer["total"] for _, answer in scanned)
     page = rows[:limit]
     cursor = _pack(sort, "desc" if descending else "asc", page[-1][0]) if len(rows) > limit else None
     return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}

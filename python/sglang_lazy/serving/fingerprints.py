@@ -28,20 +28,20 @@ def _without_numbers(text: str) -> str:
     return " ".join([word for word, before in zip(masked, ["", *masked], strict=False) if word != "0" or before != "0"])
 
 
-STEPS: dict[str, Callable[[str], str]] = {
+NORMALIZATIONS: dict[str, Callable[[str], str]] = {
     "white space": str.strip,
     "spacing": lambda text: " ".join(text.split()),
     "case": str.casefold,
     "numbers": _without_numbers,
 }
-"""What texts may differ in, and what evens that out. Each step takes what the one before it gives."""
+"""What texts may differ in, and what evens that out. Each takes what the one before it gives."""
 ENDS = {(True, True): "inside", (False, True): "beginning", (True, False): "end", (False, False): "both ends"}
 """What texts with much in common differ in, by whether their first and last windows are equal."""
 
 
 class Fingerprint(NamedTuple):
-    """texts: hashes of the text after each of `STEPS`; empty if it has none.  windows: hashes of some windows of its
-    tokens, ascending.  head, tail: hashes of its first and last window."""
+    """texts: hashes of the text after each of `NORMALIZATIONS`; empty if it has none.  windows: hashes of some windows
+    of its tokens, ascending.  head, tail: hashes of its first and last window."""
 
     texts: tuple[int, ...]
     windows: tuple[int, ...]
@@ -54,21 +54,21 @@ class Fingerprint(NamedTuple):
         return self.texts + self.windows
 
 
-class Pieces:
+class TokenTexts:
     """The texts of tokens, as far as fingerprints need them: bytes that are no ASCII stand for themselves."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._pieces: dict[int, str] = {}
+        self._known: dict[int, str] = {}
 
     def text(self, input_ids: Sequence[int]) -> str:
         """The text of tokens, up to an encoding."""
-        known = self._pieces
+        known = self._known
         for token in set(input_ids) - known.keys():
-            piece = str(self.tokenizer.convert_ids_to_tokens(int(token)))
-            if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-                piece = chr(int(byte[1], 16))
-            known[token] = "".join([_BLANKS.get(character, character) for character in piece])
+            text = str(self.tokenizer.convert_ids_to_tokens(int(token)))
+            if byte := re.fullmatch("<0x([0-9A-F]{2})>", text):
+                text = chr(int(byte[1], 16))
+            known[token] = "".join([_BLANKS.get(character, character) for character in text])
         return "".join([known[token] for token in input_ids])
 
 
@@ -77,7 +77,7 @@ def fingerprint(tenant: Any, input_ids: Sequence[int], text: str | None) -> Fing
     salt = hashlib.blake2b(repr(tenant).encode(), digest_size=16).digest()
     texts = []
     if text is not None:
-        for name, even in STEPS.items():
+        for name, even in NORMALIZATIONS.items():
             text = even(text)
             hashed = hashlib.blake2b(text.encode("utf-8", "replace"), key=_SECRET, salt=salt, person=name.encode())
             texts.append(int.from_bytes(hashed.digest()[:8]))

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import MIN_DIGITS
-from sglang_lazy.serving.fingerprints import ENDS, STEPS, Fingerprint, Pieces, fingerprint
+from sglang_lazy.serving.fingerprints import ENDS, NORMALIZATIONS, Fingerprint, TokenTexts, fingerprint
 from sglang_lazy.serving.server import Server
 
 MAX_CHUNKS, MAX_MISSES, MAX_TERMS = 10_000, 20_000, 8
@@ -120,7 +120,7 @@ class Misses:
 
     def __init__(self, server: Server):
         self._server = server
-        self._pieces: Pieces | None = None
+        self._texts: TokenTexts | None = None
         self._known: OrderedDict[tuple[Hashable, str], _Known] = OrderedDict()
         self._owners: OrderedDict[str, Hashable] = OrderedDict()  # the last tenant that has used a chunk
         self._alike: dict[int, _Known] = {}  # by the hashes of their texts and windows
@@ -228,15 +228,15 @@ class Misses:
         tokenizer = self._server.tokenizer
         if tokenizer is None:
             return None
-        if self._pieces is None or self._pieces.tokenizer is not tokenizer:
-            self._pieces = Pieces(tokenizer)
-        return self._pieces.text(input_ids)
+        if self._texts is None or self._texts.tokenizer is not tokenizer:
+            self._texts = TokenTexts(tokenizer)
+        return self._texts.text(input_ids)
 
     def _nearest(self, made: Fingerprint) -> tuple[str, str | None]:
         """What a new chunk is nearly the same as: the reason, and the other chunk's id."""
-        for step, part in zip(STEPS, made.texts, strict=False):
+        for difference, part in zip(NORMALIZATIONS, made.texts, strict=False):
             if (found := self._alike.get(part)) is not None:
-                return step, found.name
+                return difference, found.name
         windows = set(made.windows)
         alike = {known for part in made.windows if (known := self._alike.get(part)) is not None}
         # Each window leads to the last chunk that has it, which may have no other, but boilerplate of its owner's.

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_lazy.chunks.reports import SORTED_BY, TOP
 from sglang_lazy.core.periods import merged as merged_rows
-from sglang_lazy.serving.pieces import AskPiece, Pieces, all_pieces
+from sglang_lazy.serving.scans import AskForNext, Scanned, scan
 
 MIN_AGE, PAUSE_PER_CHUNK = 1.0, 1e-4
 """Seconds for which a survey is reused, at least, and seconds per chunk until the next one may begin: a chunk takes the
@@ -23,7 +23,7 @@ class Surveys:
         self._kept: OrderedDict[Hashable, tuple[float, dict[str, Any]]] = OrderedDict()
         self._next_start = 0.0  # the earliest time of the next survey
 
-    async def get(self, whose: Hashable, ask: AskPiece) -> dict[str, Any]:
+    async def get(self, whose: Hashable, ask: AskForNext) -> dict[str, Any]:
         """A survey, as recent as these limits allow.  whose: what it covers.  ask: asks the scheduler."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
@@ -31,7 +31,7 @@ class Surveys:
             if clock() < until:
                 return survey
             await asyncio.sleep(self._next_start - clock())
-            survey = merged(await all_pieces(ask))
+            survey = merged(await scan(ask))
             num_chunks = sum(survey["chunks"][tier]["chunks"] for tier in ("resident", "host"))
             self._next_start = clock() + num_chunks * PAUSE_PER_CHUNK
             self._kept[whose] = max(self._next_start, clock() + MIN_AGE), survey
@@ -41,17 +41,18 @@ class Surveys:
             return survey
 
 
-def merged(pieces: Pieces) -> dict[str, Any]:
-    """Merge all pieces into one survey."""
+def merged(scanned: Scanned) -> dict[str, Any]:
+    """Merge all answers into one survey."""
     lists = {
         name: sorted(
-            ({**chunk, "dp_rank": rank} for rank, piece in pieces for chunk in piece[name]),
+            ({**chunk, "dp_rank": rank} for rank, answer in scanned for chunk in answer[name]),
             key=lambda chunk: -chunk[field],
         )[:TOP]
         for name, field in SORTED_BY.items()
     }
     sums = {
-        name: _sum([piece[name] for _, piece in pieces if name in piece]) for name in ("chunks", "memory", "evicted")
+        name: _sum([answer[name] for _, answer in scanned if name in answer])
+        for name in ("chunks", "memory", "evicted")
     }
     return {**sums, **lists}
 

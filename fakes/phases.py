@@ -21,7 +21,7 @@ from sglang_lazy.port.scheduler import steps as hooks
 ALL = 1 << 20
 
 
-class Steps(RecordingPools):
+class Phases(RecordingPools):
     """Prefills, decodes and releases one request at a time. Each method returns False if memory does not suffice."""
 
     objects_class = ObjectsOnDemand
