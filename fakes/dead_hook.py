@@ -5,7 +5,8 @@ from typing import Any
 
 from sglang_lazy.port import hooks
 
-TARGET = "sglang.srt.server_args.ServerArgs.__post_init__"
+PLACE, NAME = "sglang.srt.server_args.ServerArgs", "__post_init__"
+TARGET = f"{PLACE}.{NAME}"
 
 
 def never(_args: Any) -> None:
@@ -14,4 +15,4 @@ def never(_args: Any) -> None:
 
 def load() -> None:
     """The SGLang plugin; runs in each process that SGLang starts."""
-    hooks.apply([hooks.required(TARGET, never, "BEFORE", "scheduler", "a test")])
+    hooks.apply([hooks.on(PLACE).required(NAME, never, "BEFORE", "scheduler", "a test")])

@@ -9,7 +9,7 @@ from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.labels import Label, parse_label
 from sglang_lazy.lang.marked_text import Mark, MarkedText, chunks_of, link_of
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.hooks import apply, feature
+from sglang_lazy.port.hooks import apply, on
 from sglang_lazy.serving.chunk_lists import check_id
 
 _known_servers: set[str] = set()
@@ -75,11 +75,8 @@ def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
     return stock(url, json, **kwargs)
 
 
-_SENDING = feature(
-    "sglang.lang.backend.runtime_endpoint.http_request",
-    send,
-    "AROUND",
-    "chunks in programs of the frontend language are sent as segments",
+_SENDING = on("sglang.lang.backend.runtime_endpoint").feature(
+    "http_request", send, "AROUND", "chunks in programs of the frontend language are sent as segments"
 )
 """Applied at the first chunk: programs without chunks send as they did."""
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.hooks import feature, repair
+from sglang_lazy.port.hooks import on
 
 logger = logging.getLogger(__name__)
 
@@ -93,17 +93,13 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-_LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 HOOKS = (
-    feature(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
-        bounded_pool,
-        "AROUND",
-        "a KV pool that leaves memory to others on a CPU",
+    on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
+        "_profile_available_bytes", bounded_pool, "AROUND", "a KV pool that leaves memory to others on a CPU"
     ),
     *(
-        repair(
-            f"{_LORA}.{method}",
+        on("sglang.srt.lora.lora_manager.LoRAManager").repair(
+            method,
             without_pinning,
             "AROUND",
             "LoRA on a CPU, where memory cannot be pinned",

@@ -10,7 +10,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from sglang_lazy.attention.table import SegmentTable, table_of
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 
 _STOCK, _LINK = "stock", "link"
 
@@ -82,14 +82,11 @@ _DRAFTING = (
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
 )
 HOOKS = (
-    feature(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
-        add_variants,
-        "BEFORE",
-        "decode graphs for linked rows",
+    on("sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner").feature(
+        "capture", add_variants, "BEFORE", "decode graphs for linked rows"
     ),
     *(
-        feature(f"{runner}.{method}", function, "AROUND", "graphs that draft over linked rows")
+        on(runner).feature(method, function, "AROUND", "graphs that draft over linked rows")
         for runner in _DRAFTING
         for method, function in (("capture_one_shape", capture_drafting), ("_make_graph_key", key_of_drafting))
     ),

@@ -38,19 +38,28 @@ class Hook(NamedTuple):
         return self.target, self.function
 
 
-def required(target: str, function: Callable, kind: Kind, process: Process, why: str) -> Hook:
-    """A hook without which no prompt with chunks is served: it must have run by the end of the self-test."""
-    return Hook(target, function, kind, "required", why, process=process)
+class Place:
+    """A class or module of SGLang's, by its dotted path, with hooks on its functions."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def required(self, name: str, function: Callable, kind: Kind, process: Process, why: str) -> Hook:
+        """A hook without which no prompt with chunks is served: it must have run by the end of the self-test."""
+        return Hook(f"{self._path}.{name}", function, kind, "required", why, process=process)
+
+    def feature(self, name: str, function: Callable, kind: Kind, why: str) -> Hook:
+        """A hook that runs only for some requests, or with some flags."""
+        return Hook(f"{self._path}.{name}", function, kind, "feature", why)
+
+    def repair(self, name: str, function: Callable, kind: Kind, why: str, until: str) -> Hook:
+        """A hook that mends what is SGLang's own. A server starts without it."""
+        return Hook(f"{self._path}.{name}", function, kind, "repair", why, until)
 
 
-def feature(target: str, function: Callable, kind: Kind, why: str) -> Hook:
-    """A hook that runs only for some requests, or with some flags."""
-    return Hook(target, function, kind, "feature", why)
-
-
-def repair(target: str, function: Callable, kind: Kind, why: str, until: str) -> Hook:
-    """A hook that mends what is SGLang's own. A server starts without it."""
-    return Hook(target, function, kind, "repair", why, until)
+def on(path: str) -> Place:
+    """Where hooks stand: `on("sglang.srt.x.Scheduler").feature("step", ...)`."""
+    return Place(path)
 
 
 _applied: dict[tuple[str, Callable], tuple[Hook, Any]] = {}

@@ -4,7 +4,7 @@ from typing import Any
 
 from sglang_lazy.comb.config import ARCHITECTURE, CROSS, ENCODER
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 
 
 def unfit_flags_of_comb(runner: Any) -> dict[str, bool]:
@@ -39,16 +39,10 @@ def check_weight(adapter: Any, name: str, *_args: Any) -> None:
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.lora.lora_manager.LoRAManager.init_lora_modules",
-        keep_to_the_decoder,
-        "AFTER",
-        "LoRA adapters of Comb models change the decoder alone",
+    on("sglang.srt.lora.lora_manager.LoRAManager").feature(
+        "init_lora_modules", keep_to_the_decoder, "AFTER", "LoRA adapters of Comb models change the decoder alone"
     ),
-    feature(
-        "sglang.srt.lora.lora.LoRAAdapter._process_weight",
-        check_weight,
-        "BEFORE",
-        "LoRA adapters that do not fit a Comb model are refused",
+    on("sglang.srt.lora.lora.LoRAAdapter").feature(
+        "_process_weight", check_weight, "BEFORE", "LoRA adapters that do not fit a Comb model are refused"
     ),
 )

@@ -26,7 +26,7 @@ from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.graphs import batch_of_graph
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.scheduler.producer import shares
 
 logger = logging.getLogger(__name__)
@@ -170,19 +170,17 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     ModelRegistry.models[ARCHITECTURE] = EntryClass
 
 
-_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
-    feature(
-        f"{_CONFIGURATOR}._apply_token_constraints",
-        leave_room,
-        "AROUND",
-        "the pool of encoded chunks gets its share of the memory",
+    on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
+        "_apply_token_constraints", leave_room, "AROUND", "the pool of encoded chunks gets its share of the memory"
     ),
-    feature(
-        "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
+    on("sglang.srt.arg_groups.overrides").feature(
+        "post_capture_kv_sizing_planned",
         plans_to_resize,
         "AROUND",
         "the pools of Comb models, and of models with recurrent layers, keep their size",
     ),
-    feature("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE", "Comb models"),
+    on("sglang.srt.model_executor.model_runner.ModelRunner").feature(
+        "initialize", register_model, "BEFORE", "Comb models"
+    ),
 )

@@ -23,7 +23,7 @@ from sglang_lazy.core.state import as_linked, fill_of, linked
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.attention import LinkAttention, step_rows, with_link_path
 from sglang_lazy.port.model.compat import unfit_layers
 from sglang_lazy.port.model.layer_check import check_layers
@@ -192,25 +192,19 @@ def copy_to_host(register: Callable, *, tree_cache: Any, draft_plan: Any) -> Non
         register(tree_cache=tree_cache, draft_plan=draft_plan)
 
 
-_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+_WORKER = on("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker")
 HOOKS = (
-    feature(f"{_WORKER}.init_attention_backend", read_chunks, "AFTER", "drafts read chunks rotated to their places"),
-    feature(
-        f"{_WORKER}._draft_extend_for_prefill",
+    _WORKER.feature("init_attention_backend", read_chunks, "AFTER", "drafts read chunks rotated to their places"),
+    _WORKER.feature(
+        "_draft_extend_for_prefill",
         extend_drafts,
         "AROUND",
         "passes that compute the KV of drafts know the linked rows of their batch",
     ),
-    feature(
-        "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
-        copy_to_host,
-        "AROUND",
-        "servers that draft have a host tier for chunks only",
+    on("sglang.srt.mem_cache.kv_cache_builder").feature(
+        "maybe_register_hicache_draft", copy_to_host, "AROUND", "servers that draft have a host tier for chunks only"
     ),
-    feature(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        follow_prompts,
-        "AFTER",
-        "drafts follow the prompt's order, not the row's",
+    on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").feature(
+        "init_new", follow_prompts, "AFTER", "drafts follow the prompt's order, not the row's"
     ),
 )

@@ -28,7 +28,7 @@ from sglang_lazy.core.supported import TESTED, Unfit
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers, with_cross_attention
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
-from sglang_lazy.port.hooks import feature, required
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
 from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
 from sglang_lazy.port.model.layer_check import check_layers
@@ -283,44 +283,30 @@ def layer_time(runner: Any, num_tokens: int) -> float:
     return cost.layer_time(num_tokens, runner.model_config.hidden_size, tp_size(), on_gpu)
 
 
-_RUNNERS = "sglang.srt.model_executor.runner"
 HOOKS = (
-    feature(
-        "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+    on("sglang.srt.configs.model_config.ModelConfig").feature(
+        "from_server_args",
         keep_all_tokens,
         "AFTER",
         "window layers keep the KV of all tokens where one pool serves all layers",
     ),
-    required(
-        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+    on("sglang.srt.managers.tp_worker.TpModelWorker").required(
+        "forward_batch_generation",
         forward_batch_generation,
         "AROUND",
         "scheduler",
         "forward passes know the linked rows of their batch",
     ),
-    feature(
-        "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation",
-        decode_with_drafts,
-        "AROUND",
-        "so do those that draft and verify",
+    on("sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2").feature(
+        "forward_batch_generation", decode_with_drafts, "AROUND", "so do those that draft and verify"
     ),
-    required(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        init_new,
-        "AFTER",
-        "scheduler",
-        "tokens of linked rows have their own positions",
+    on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").required(
+        "init_new", init_new, "AFTER", "scheduler", "tokens of linked rows have their own positions"
     ),
-    feature(
-        f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
-        can_run_prefill_graph,
-        "AROUND",
-        "batches that prefill graphs do not fit run without",
+    on("sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner").feature(
+        "can_run_graph", can_run_prefill_graph, "AROUND", "batches that prefill graphs do not fit run without"
     ),
-    feature(
-        f"{_RUNNERS}.eager_runner.EagerRunner.execute",
-        end_at_keys,
-        "AROUND",
-        "passes of probes that end at the keys of a layer",
+    on("sglang.srt.model_executor.runner.eager_runner.EagerRunner").feature(
+        "execute", end_at_keys, "AROUND", "passes of probes that end at the keys of a layer"
     ),
 )

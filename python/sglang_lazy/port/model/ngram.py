@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.model_runner import decode_with_drafts
 
 
@@ -48,10 +48,7 @@ def with_paths(worker: type, algorithm: Any, *_args: Any, **_kwargs: Any) -> typ
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
-        with_paths,
-        "AFTER",
-        "batches with chunks verify chains that were found in earlier answers",
+    on("sglang.srt.speculative.spec_info.SpeculativeAlgorithm").feature(
+        "create_worker", with_paths, "AFTER", "batches with chunks verify chains that were found in earlier answers"
     ),
 )

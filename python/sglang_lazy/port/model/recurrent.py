@@ -26,7 +26,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import read_here
 from sglang_lazy.core.state import as_linked, lazy_state, linked
 from sglang_lazy.port.facts import flags_of, pass_of
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
 from sglang_lazy.recurrent.pieces import Pieces
 from sglang_lazy.recurrent.pool import StateLayout, StatePool, Transition
@@ -296,22 +296,16 @@ def untracked(original: Callable, batch: Any, req: Any) -> Any:
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+    on("sglang.srt.managers.schedule_batch.ScheduleBatch").feature(
+        "_mamba_radix_cache_v2_req_prepare_for_extend",
         untracked,
         "AROUND",
         "no state of a request with chunks, or of a fill, reaches SGLang's cache",
     ),
-    feature(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
-        leave_room,
-        "AROUND",
-        "the states of chunks get their share of the memory",
+    on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
+        "_handle_max_mamba_cache", leave_room, "AROUND", "the states of chunks get their share of the memory"
     ),
-    feature(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        with_states,
-        "AFTER",
-        "recurrent layers know the chunks of their batch",
+    on("sglang.srt.layers.attention.attention_registry").feature(
+        "attn_backend_wrapper", with_states, "AFTER", "recurrent layers know the chunks of their batch"
     ),
 )

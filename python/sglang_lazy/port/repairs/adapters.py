@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import on
 
 POLL = 0.02
 """Seconds between two looks at the states of requests while an adapter waits to be unloaded."""
@@ -65,40 +65,39 @@ async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: A
     return LoRAUpdateOutput(success=False, error_message=reason)
 
 
-_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
-_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_REGISTRY = on("sglang.srt.lora.lora_registry.LoRARegistry")
 HOOKS = (
-    repair(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_lora",
+    on("sglang.srt.managers.tokenizer_manager.TokenizerManager").repair(
+        "init_lora",
         show_states,
         "AFTER",
         "uses of LoRA adapters are known from the requests",
         "SGLang counts down however a request ends",
     ),
-    repair(
-        f"{_REGISTRY}.acquire",
+    _REGISTRY.repair(
+        "acquire",
         acquire,
         "AROUND",
         "uses of LoRA adapters are known from the requests",
         "SGLang counts down however a request ends",
     ),
-    repair(
-        f"{_REGISTRY}.release",
+    _REGISTRY.repair(
+        "release",
         release,
         "AROUND",
         "uses of LoRA adapters are known from the requests",
         "SGLang counts down however a request ends",
     ),
-    repair(
-        f"{_REGISTRY}.wait_for_unload",
+    _REGISTRY.repair(
+        "wait_for_unload",
         wait_for_unload,
         "AROUND",
         "unloading a LoRA adapter ends",
         "SGLang counts down however a request ends",
     ),
     *(
-        repair(
-            f"{_CONTROL}.{change}",
+        on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
+            change,
             refuse_with_workers,
             "AROUND",
             "no adapter is loaded for one of several tokenizer workers alone",

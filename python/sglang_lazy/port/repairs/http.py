@@ -18,7 +18,7 @@ from sglang.srt.utils.auth import AuthDecision
 from starlette.background import BackgroundTask
 
 from sglang_lazy.core.remembered import Remembered, deep_size
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import on
 
 SECONDS = 2
 """How long after a stream has ended its request is aborted."""
@@ -99,41 +99,29 @@ def bound(_result: Any, serving: Any, *_args: Any, **_kwargs: Any) -> None:
     serving.response_store, serving.msg_store = Field(records, "response"), Field(records, "messages")
 
 
-_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 HOOKS = (
-    repair(
-        f"{_TOKENIZER_MANAGER}._init_req_state",
+    _TOKENIZER_MANAGER.repair(
+        "_init_req_state",
         begin,
         "AFTER",
         "a stream that has ended aborts nobody else's request",
         "SGLang's task knows whether its request still runs",
     ),
-    repair(
-        f"{_TOKENIZER_MANAGER}.create_abort_task",
+    _TOKENIZER_MANAGER.repair(
+        "create_abort_task",
         create_abort_task,
         "AROUND",
         "a stream that has ended aborts nobody else's request",
         "SGLang's task knows whether its request still runs",
     ),
-    repair(
-        "sglang.srt.sampling.watermarking.core.redact_watermark_secrets",
-        hide,
-        "AROUND",
-        "`/server_info` shows no keys",
-        "SGLang hides them",
+    on("sglang.srt.sampling.watermarking.core").repair(
+        "redact_watermark_secrets", hide, "AROUND", "`/server_info` shows no keys", "SGLang hides them"
     ),
-    repair(
-        "sglang.srt.utils.auth.decide_request_auth",
-        decide,
-        "AROUND",
-        "API keys that are not ASCII",
-        "SGLang compares keys as bytes",
+    on("sglang.srt.utils.auth").repair(
+        "decide_request_auth", decide, "AROUND", "API keys that are not ASCII", "SGLang compares keys as bytes"
     ),
-    repair(
-        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
-        bound,
-        "AFTER",
-        "stored responses take bounded memory",
-        "SGLang bounds them",
+    on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses").repair(
+        "__init__", bound, "AFTER", "stored responses take bounded memory", "SGLang bounds them"
     ),
 )

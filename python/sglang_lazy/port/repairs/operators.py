@@ -25,7 +25,7 @@ from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import on
 
 _POSTPONED = "_sglang_lazy_postponed"
 """Attribute of a scheduler with messages to handle again in a later step."""
@@ -181,8 +181,6 @@ async def call(send: Callable, communicator: Any, message: Any) -> list[Any]:
     return results
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _NEED_IDLE = (
     "release_memory_occupation",
     "update_weights_from_disk",
@@ -190,61 +188,59 @@ _NEED_IDLE = (
     "update_weights_from_ipc",
     "update_weights_from_tensor",
 )
+_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
+_UPDATER = on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
 HOOKS = (
-    repair(
-        f"{_SCHEDULER}.init_request_dispatcher",
+    _SCHEDULER.repair(
+        "init_request_dispatcher",
         guard,
         "AFTER",
         "an operator's failing message does not end the scheduler",
         "SGLang answers errors of these messages",
     ),
-    repair(
-        f"{_SCHEDULER}.process_input_requests",
+    _SCHEDULER.repair(
+        "process_input_requests",
         handle_postponed,
         "AFTER",
         "messages that need an idle scheduler wait for it",
         "SGLang postpones them",
     ),
-    repair(
-        f"{_SCHEDULER}.set_internal_state",
+    _SCHEDULER.repair(
+        "set_internal_state",
         check_updated,
         "AFTER",
         "internal state that cannot be set is an error",
         "SGLang answers errors of these messages",
     ),
     *(
-        repair(
-            f"{_UPDATER}.{name}",
-            when_idle,
-            "AROUND",
-            "weight updates wait for an idle scheduler",
-            "SGLang postpones or refuses them",
+        _UPDATER.repair(
+            name, when_idle, "AROUND", "weight updates wait for an idle scheduler", "SGLang postpones or refuses them"
         )
         for name in _NEED_IDLE
     ),
-    repair(
-        f"{_UPDATER}.release_memory_occupation",
+    _UPDATER.repair(
+        "release_memory_occupation",
         check_held,
         "BEFORE",
         "memory that was released before is an error",
         "SGLang answers errors of these messages",
     ),
-    repair(
-        f"{_UPDATER}.resume_memory_occupation",
+    _UPDATER.repair(
+        "resume_memory_occupation",
         check_released,
         "BEFORE",
         "memory that was not released is an error",
         "SGLang answers errors of these messages",
     ),
-    repair(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+    on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
+        "init_communicators",
         init_communicators,
         "AFTER",
         "operators get the errors of their messages",
         "SGLang answers errors of these messages",
     ),
-    repair(
-        "sglang.srt.managers.communicator.FanOutCommunicator.__call__",
+    on("sglang.srt.managers.communicator.FanOutCommunicator").repair(
+        "__call__",
         call,
         "AROUND",
         "operators get the errors of their messages",

@@ -21,7 +21,7 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils import get_bool_env_var, kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import on
 
 GRACE = 10
 """Seconds in which clients must have sent the rest of their requests, and received their answers."""
@@ -155,52 +155,49 @@ def indent_lines(_result: Any, *_args: Any, **_kwargs: Any) -> None:
             handler.setFormatter(_Indented(handler.formatter or logging.Formatter()))
 
 
-_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_COMMON = on("sglang.srt.utils.common")
+_TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 HOOKS = (
-    repair(
-        "sglang.srt.utils.common.kill_process_tree",
+    _COMMON.repair(
+        "kill_process_tree",
         spare_resource_tracker,
         "AROUND",
         "processes that end without tracebacks of Python's resource tracker",
         "SGLang leaves the tracker alone",
     ),
-    repair(
-        "sglang.srt.utils.watchdog.SubprocessWatchdog.start",
+    on("sglang.srt.utils.watchdog.SubprocessWatchdog").repair(
+        "start",
         watch_schedulers,
         "BEFORE",
         "a server ends when a scheduler under a data-parallel controller dies",
         "SGLang's watchdog sees these schedulers",
     ),
-    repair(
-        f"{_TOKENIZER_MANAGER}.dump_requests_before_crash",
+    _TOKENIZER_MANAGER.repair(
+        "dump_requests_before_crash",
         skip_impossible_dump,
         "BEFORE",
         "no traceback when requests cannot be dumped",
         "SGLang dumps only where it was asked to",
     ),
-    repair(
-        "uvicorn.supervisors.multiprocess.Multiprocess.__init__",
+    on("uvicorn.supervisors.multiprocess.Multiprocess").repair(
+        "__init__",
         end_on_quit,
         "AFTER",
         "several tokenizer workers end when the server fails",
         "SGLang's supervisor of workers handles SIGQUIT",
     ),
-    repair(
-        f"{_TOKENIZER_MANAGER}.sigterm_watchdog",
+    _TOKENIZER_MANAGER.repair(
+        "sigterm_watchdog",
         close_when_answered,
         "AROUND",
         "a server that ends answers everybody, or closes its port",
         "SGLang closes the port first",
     ),
-    repair(
-        "uvicorn.server.Server.startup",
-        keep_server,
-        "BEFORE",
-        "a server that ends can close its port",
-        "SGLang closes the port first",
+    on("uvicorn.server.Server").repair(
+        "startup", keep_server, "BEFORE", "a server that ends can close its port", "SGLang closes the port first"
     ),
-    repair(
-        "sglang.srt.utils.common.configure_logger",
+    _COMMON.repair(
+        "configure_logger",
         indent_lines,
         "AFTER",
         "clients cannot forge lines of the log",

@@ -7,7 +7,7 @@ Can go once SGLang iterates over a copy, and without recursion.
 from collections.abc import Callable
 from typing import Any
 
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import on
 
 
 def drop_turns(session: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -31,20 +31,15 @@ def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
             del req_dict[rid]
 
 
-_SESSIONS = "sglang.srt.session.session_controller"
 HOOKS = (
-    repair(
-        f"{_SESSIONS}.Session.create_req",
+    on("sglang.srt.session.session_controller.Session").repair(
+        "create_req",
         drop_turns,
         "BEFORE",
         "replaced turns of a session do not end the scheduler",
         "SGLang iterates over a copy",
     ),
-    repair(
-        f"{_SESSIONS}.SessionReqNode.clear",
-        clear,
-        "AROUND",
-        "long sessions can be cut",
-        "SGLang clears them without recursion",
+    on("sglang.srt.session.session_controller.SessionReqNode").repair(
+        "clear", clear, "AROUND", "long sessions can be cut", "SGLang clears them without recursion"
     ),
 )

@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.port.facts import admission_of, dp_rank
-from sglang_lazy.port.hooks import feature, required, unused
+from sglang_lazy.port.hooks import on, unused
 from sglang_lazy.port.repairs.operators import OperationError, postpone, requests_with_rows
 from sglang_lazy.storage.chunk_storage import ChunkStorage
 
@@ -132,34 +132,30 @@ def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     return result
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
 HOOKS = (
-    required(
-        f"{_SCHEDULER}.init_request_dispatcher",
+    _SCHEDULER.required(
+        "init_request_dispatcher",
         init_request_dispatcher,
         "AFTER",
         "scheduler",
         "schedulers answer messages about chunks",
     ),
-    feature(
-        f"{_SCHEDULER}.flush_cache",
+    _SCHEDULER.feature(
+        "flush_cache",
         flush_cache,
         "AROUND",
         "aborted requests release chunks before a flush, and storage knows the model after it",
     ),
-    feature(f"{_SCHEDULER}.clear_hicache_storage_wrapped", clear_storage, "AROUND", "storage is cleared, or not"),
+    _SCHEDULER.feature("clear_hicache_storage_wrapped", clear_storage, "AROUND", "storage is cleared, or not"),
     *(
-        feature(f"{_UPDATER}.update_weights_from_{source}", update_weights, "AFTER", "storage keeps weights apart")
+        on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager").feature(
+            f"update_weights_from_{source}", update_weights, "AFTER", "storage keeps weights apart"
+        )
         for source in ("disk", "distributed", "ipc", "tensor")
     ),
-    feature(
-        f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "AROUND", "an unloaded adapter's chunks are forgotten"
-    ),
-    feature(
-        f"{_SCHEDULER}.get_internal_state",
-        get_internal_state,
-        "AFTER",
-        "/server_info reports the host tier and storage",
+    _SCHEDULER.feature("unload_lora_adapter", unload_adapter, "AROUND", "an unloaded adapter's chunks are forgotten"),
+    _SCHEDULER.feature(
+        "get_internal_state", get_internal_state, "AFTER", "/server_info reports the host tier and storage"
     ),
 )

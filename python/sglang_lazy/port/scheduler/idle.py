@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.port.facts import admission_of
-from sglang_lazy.port.hooks import feature, required
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.scheduler import reports
 
 COLLECTIONS = 2
@@ -60,15 +60,11 @@ def is_fully_idle(
     return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
 HOOKS = (
-    required(
-        f"{_SCHEDULER}.is_fully_idle",
-        is_fully_idle,
-        "AROUND",
-        "scheduler",
-        "a scheduler that copies chunks is not idle",
+    _SCHEDULER.required(
+        "is_fully_idle", is_fully_idle, "AROUND", "scheduler", "a scheduler that copies chunks is not idle"
     ),
-    feature(f"{_SCHEDULER}.__init__", set_aside, "AFTER", "garbage collection does not visit what stays"),
-    required(f"{_SCHEDULER}.on_idle", on_idle, "AROUND", "scheduler", "an idle scheduler checks its locks"),
+    _SCHEDULER.feature("__init__", set_aside, "AFTER", "garbage collection does not visit what stays"),
+    _SCHEDULER.required("on_idle", on_idle, "AROUND", "scheduler", "an idle scheduler checks its locks"),
 )

@@ -6,7 +6,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.state import LinkedRequest, linked, unused_hits
-from sglang_lazy.port.hooks import feature, required
+from sglang_lazy.port.hooks import on
 
 _METRICS = "_sglang_lazy_chunk_metrics"
 
@@ -80,17 +80,10 @@ def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
 
 
 HOOKS = (
-    required(
-        "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.__init__",
-        report_reuse,
-        "BEFORE",
-        "scheduler",
-        "answers report reused chunks",
+    on("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator").required(
+        "__init__", report_reuse, "BEFORE", "scheduler", "answers report reused chunks"
     ),
-    feature(
-        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
-        log_stats,
-        "AFTER",
-        "metrics of chunks",
+    on("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector").feature(
+        "log_stats", log_stats, "AFTER", "metrics of chunks"
     ),
 )

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import (
 
 from sglang_lazy.core.state import fill_of, is_internal, linked, stand_in
 from sglang_lazy.port.facts import admission_of
-from sglang_lazy.port.hooks import feature, required
+from sglang_lazy.port.hooks import on
 
 
 def calc_priority(
@@ -90,38 +90,29 @@ def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters:
     return fits
 
 
-_MODULE = "sglang.srt.managers.schedule_policy"
+_SCHEDULE_POLICY = on("sglang.srt.managers.schedule_policy.SchedulePolicy")
+_PREFILL_ADDER = on("sglang.srt.managers.schedule_policy.PrefillAdder")
 HOOKS = (
-    required(
-        f"{_MODULE}.SchedulePolicy.calc_priority",
+    _SCHEDULE_POLICY.required(
+        "calc_priority",
         calc_priority,
         "AROUND",
         "scheduler",
         "batch formation sees what can run, fills before their parents",
     ),
-    feature(
-        f"{_MODULE}.SchedulePolicy._compute_prefix_matches",
+    _SCHEDULE_POLICY.feature(
+        "_compute_prefix_matches",
         compute_prefix_matches,
         "AFTER",
         "chunks do not count as prefixes that others will compute",
     ),
-    required(
-        f"{_MODULE}.PrefillAdder.add_one_req",
-        add_one_req,
-        "AROUND",
-        "scheduler",
-        "a batch ends after a fill that fits only in part",
+    _PREFILL_ADDER.required(
+        "add_one_req", add_one_req, "AROUND", "scheduler", "a batch ends after a fill that fits only in part"
     ),
-    feature(
-        f"{_MODULE}.PrefillAdder.preempt_to_schedule",
-        preempt_to_schedule,
-        "AROUND",
-        "nobody is preempted for fills and their parents",
+    _PREFILL_ADDER.feature(
+        "preempt_to_schedule", preempt_to_schedule, "AROUND", "nobody is preempted for fills and their parents"
     ),
-    feature(
-        "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req",
-        can_schedule,
-        "AROUND",
-        "a prompt waits for the adapter of its fill",
+    on("sglang.srt.managers.scheduler.Scheduler").feature(
+        "can_schedule_lora_req", can_schedule, "AROUND", "a prompt waits for the adapter of its fill"
     ),
 )

@@ -23,7 +23,7 @@ from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.comb.pool import new_encoder
 from sglang_lazy.port.facts import SchedulerFacts, admission_of, dp_rank
-from sglang_lazy.port.hooks import feature, required
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.model_runner import server_traits
 from sglang_lazy.port.scheduler import reports
 from sglang_lazy.scheduler.admission import ChunkAdmission
@@ -288,53 +288,50 @@ def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
     return refused
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
 HOOKS = (
-    required(f"{_SCHEDULER}.__init__", attach_admission, "AFTER", "scheduler", "chunks are admitted to the schedule"),
-    required(
-        f"{_SCHEDULER}._add_request_to_queue",
+    _SCHEDULER.required("__init__", attach_admission, "AFTER", "scheduler", "chunks are admitted to the schedule"),
+    _SCHEDULER.required(
+        "_add_request_to_queue",
         add_request_to_queue,
         "AROUND",
         "scheduler",
         "requests get the state of their chunks as they arrive",
     ),
-    feature(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND", "storage is read chunk by chunk"),
-    required(
-        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+    _SCHEDULER.feature("_prefetch_kvcache", prefetch_kvcache, "AROUND", "storage is read chunk by chunk"),
+    _SCHEDULER.required(
+        "_get_new_batch_prefill_raw",
         get_new_batch_prefill_raw,
         "AROUND",
         "scheduler",
         "batches take only prompts whose chunks are there",
     ),
-    required(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+    on("sglang.srt.managers.schedule_batch.ScheduleBatch").required(
+        "prepare_for_extend",
         prepare_for_extend,
         "AFTER",
         "scheduler",
         "chunks and segments are entered when rows are assigned",
     ),
-    required(
-        f"{_SCHEDULER}.get_next_batch_to_run",
+    _SCHEDULER.required(
+        "get_next_batch_to_run",
         get_next_batch_to_run,
         "AROUND",
         "scheduler",
         "fills and probes end after their prefill",
     ),
-    feature(
-        f"{_SCHEDULER}.send_abort_output",
-        send_abort_output,
-        "AROUND",
-        "no client hears of the end of an internal request",
+    _SCHEDULER.feature(
+        "send_abort_output", send_abort_output, "AROUND", "no client hears of the end of an internal request"
     ),
-    required(
-        f"{_SCHEDULER}.update_running_batch",
+    _SCHEDULER.required(
+        "update_running_batch",
         update_running_batch,
         "AROUND",
         "scheduler",
         "pins end before a running request is aborted for memory",
     ),
-    required(
-        f"{_SCHEDULER}._abort_on_queued_limit",
+    _SCHEDULER.required(
+        "_abort_on_queued_limit",
         abort_on_queued_limit,
         "AROUND",
         "scheduler",

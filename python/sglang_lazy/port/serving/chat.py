@@ -8,7 +8,7 @@ from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.overlay import Overlay
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving import chat_requests
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer
@@ -96,10 +96,7 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
-        convert_request,
-        "AROUND",
-        "chats with chunks",
+    on("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat").feature(
+        "_convert_to_internal_request", convert_request, "AROUND", "chats with chunks"
     ),
 )

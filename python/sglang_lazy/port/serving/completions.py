@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.text import check_separator, segments_in
@@ -82,10 +82,7 @@ def _check(serving: Any, request: CompletionsRequest) -> None:
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
-        convert_request,
-        "AROUND",
-        "completions with chunks",
+    on("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion").feature(
+        "_convert_to_internal_request", convert_request, "AROUND", "completions with chunks"
     ),
 )

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
-from sglang_lazy.port.hooks import required
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.port.serving.chat import ChatRequest
@@ -267,8 +267,8 @@ def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
 
 
 HOOKS = (
-    required(
-        "sglang.srt.entrypoints.http_server.set_global_state",
+    on("sglang.srt.entrypoints.http_server").required(
+        "set_global_state",
         start,
         "AFTER",
         "http",

@@ -19,7 +19,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.port.hooks import repair
+from sglang_lazy.port.hooks import on
 from sglang_lazy.serving import fields, malformed
 from sglang_lazy.serving.conversion import Fields, Parameters, field_names, types_of
 from sglang_lazy.serving.malformed import reading
@@ -177,45 +177,45 @@ REFUSING = {
 """By SGLang's endpoint, its replacement. None of these endpoints takes chunks."""
 
 
-_INPUTS = "sglang.srt.managers.io_struct"
+_INPUT = on("sglang.srt.managers.io_struct.GenerateReqInput")
 HOOKS = (
-    repair(
-        f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments",
+    _INPUT.repair(
+        "normalize_batch_and_arguments",
         check_lists,
         "AROUND",
         "malformed batches are refused",
         "SGLang refuses them with a 400",
     ),
-    repair(
-        f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling",
+    _INPUT.repair(
+        "_handle_parallel_sampling",
         check_samples,
         "AFTER",
         "malformed batches of samples are refused",
         "SGLang refuses them with a 400",
     ),
-    repair(
-        f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments",
+    on("sglang.srt.managers.io_struct.EmbeddingReqInput").repair(
+        "normalize_batch_and_arguments",
         check_lists,
         "AROUND",
         "malformed batches are refused",
         "SGLang refuses them with a 400",
     ),
-    repair(
-        "sglang.srt.managers.load_snapshot.LoadSnapshot.to_dict",
+    on("sglang.srt.managers.load_snapshot.LoadSnapshot").repair(
+        "to_dict",
         check_sections,
         "AROUND",
         "unknown sections of /v1/loads are refused",
         "SGLang refuses them with a 400",
     ),
-    repair(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",
+    on("sglang.srt.managers.tokenizer_manager.TokenizerManager").repair(
+        "_init_req_state",
         read,
         "AROUND",
         "malformed parameters are refused before their request has a state",
         "SGLang refuses them with a 400",
     ),
-    repair(
-        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
+    on("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize").repair(
+        "_convert_to_internal_request",
         check_detokenized,
         "BEFORE",
         "malformed tokens to decode are refused",

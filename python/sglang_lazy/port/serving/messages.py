@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, model_validator
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
@@ -71,10 +71,7 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
-        convert_messages,
-        "AROUND",
-        "Anthropic messages with chunks",
+    on("sglang.srt.entrypoints.anthropic.serving.AnthropicServing").feature(
+        "_convert_to_chat_completion_request", convert_messages, "AROUND", "Anthropic messages with chunks"
     ),
 )

@@ -11,7 +11,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
-from sglang_lazy.port.hooks import feature, repair
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.serving.chat import MessagesWithChunks, with_placeholders
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.serving import response_ids
@@ -146,12 +146,12 @@ async def _owned(endpoint: Any, response_id: str, raw_request: Request, cache_sa
     return _not_found(serving, response_id, salt) or await endpoint(response_id, raw_request)
 
 
-_RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+_RESPONSES = on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses")
 HOOKS = (
-    feature(f"{_RESPONSES}._make_request", make_request, "AROUND", "responses with chunks"),
-    feature(f"{_RESPONSES}._response_input_history", keep_chunks, "AFTER", "chunks of earlier turns"),
-    repair(
-        f"{_RESPONSES}._construct_input_messages",
+    _RESPONSES.feature("_make_request", make_request, "AROUND", "responses with chunks"),
+    _RESPONSES.feature("_response_input_history", keep_chunks, "AFTER", "chunks of earlier turns"),
+    _RESPONSES.repair(
+        "_construct_input_messages",
         refuse_empty,
         "AFTER",
         "responses without input are refused",

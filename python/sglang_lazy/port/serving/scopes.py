@@ -9,7 +9,7 @@ from sglang.srt.utils.auth import AuthLevel
 from starlette.routing import Match, Route
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.keys import SCOPE, CheckScopes, Needed, Scope, endpoint_of, read_keys
 from sglang_lazy.serving.page import AskForKey
@@ -103,8 +103,8 @@ def check_keys(config: LazyConfig, flags: Any) -> None:
 
 
 HOOKS = (
-    feature(
-        "sglang.srt.utils.auth.add_api_key_middleware",
+    on("sglang.srt.utils.auth").feature(
+        "add_api_key_middleware",
         add_middleware,
         "AFTER",
         "the page of chunks asks for a key, and keys of applications have scopes",

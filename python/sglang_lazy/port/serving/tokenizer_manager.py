@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.port.hooks import feature, required
+from sglang_lazy.port.hooks import on
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.malformed import check_one
 from sglang_lazy.port.serving.requests import choose_rank, keeping_tokens, learned, plan_of, served, share_report
@@ -149,7 +149,6 @@ async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any)
     return await original(manager, *args, **kwargs)
 
 
-_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _NEED_IDLE = (
     "flush_cache",
     "release_memory_occupation",
@@ -158,50 +157,31 @@ _NEED_IDLE = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
+_TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 HOOKS = (
-    required(
-        f"{_TOKENIZER_MANAGER}._init_req_state",
-        begin,
-        "BEFORE",
-        "tokenizer",
-        "tenants are kept apart on every route",
+    _TOKENIZER_MANAGER.required(
+        "_init_req_state", begin, "BEFORE", "tokenizer", "tenants are kept apart on every route"
     ),
-    required(
-        f"{_TOKENIZER_MANAGER}._validate_one_request",
+    _TOKENIZER_MANAGER.required(
+        "_validate_one_request",
         prepare_request,
         "BEFORE",
         "tokenizer",
         "prompts with chunks are checked, and a shadow gives way",
     ),
-    required(
-        f"{_TOKENIZER_MANAGER}._tokenize_one_request",
-        tokenize_request,
-        "AROUND",
-        "tokenizer",
-        "chunks keep their tokens",
+    _TOKENIZER_MANAGER.required(
+        "_tokenize_one_request", tokenize_request, "AROUND", "tokenizer", "chunks keep their tokens"
     ),
-    feature(f"{_TOKENIZER_MANAGER}._tokenize_texts", tokenize_texts, "AROUND", "long prompts are tokenized in threads"),
-    required(
-        f"{_TOKENIZER_MANAGER}._create_tokenized_object",
-        to_scheduler,
-        "AFTER",
-        "tokenizer",
-        "schedulers get the tenant of each request",
+    _TOKENIZER_MANAGER.feature("_tokenize_texts", tokenize_texts, "AROUND", "long prompts are tokenized in threads"),
+    _TOKENIZER_MANAGER.required(
+        "_create_tokenized_object", to_scheduler, "AFTER", "tokenizer", "schedulers get the tenant of each request"
     ),
-    required(
-        f"{_TOKENIZER_MANAGER}._wait_one_response",
-        report_chunks,
-        "AROUND",
-        "tokenizer",
-        "answers report reused chunks",
+    _TOKENIZER_MANAGER.required(
+        "_wait_one_response", report_chunks, "AROUND", "tokenizer", "answers report reused chunks"
     ),
-    feature(
-        f"{_TOKENIZER_MANAGER}.abort_request", abort_with_all, "BEFORE", "a shadow ends when everything is aborted"
-    ),
+    _TOKENIZER_MANAGER.feature("abort_request", abort_with_all, "BEFORE", "a shadow ends when everything is aborted"),
     *(
-        feature(
-            f"{_TOKENIZER_MANAGER}.{control}", make_idle, "AROUND", "a shadow ends before what needs an idle server"
-        )
+        _TOKENIZER_MANAGER.feature(control, make_idle, "AROUND", "a shadow ends before what needs an idle server")
         for control in _NEED_IDLE
     ),
 )

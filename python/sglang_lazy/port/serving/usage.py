@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from sglang.srt.entrypoints.openai import protocol
 
-from sglang_lazy.port.hooks import feature
+from sglang_lazy.port.hooks import on
 from sglang_lazy.serving.results import CachedTokens
 
 
@@ -61,22 +61,15 @@ def observe_one_finished_request(
     original(collector, labels, *numbers, *args, **kwargs)
 
 
-_OPENAI = "sglang.srt.entrypoints.openai"
 HOOKS = (
-    feature(
-        f"{_OPENAI}.protocol.PromptTokensDetails.__init__",
-        usage_details,
-        "AFTER",
-        "usage tells tokens of reused chunks",
+    on("sglang.srt.entrypoints.openai.protocol.PromptTokensDetails").feature(
+        "__init__", usage_details, "AFTER", "usage tells tokens of reused chunks"
     ),
-    feature(
-        f"{_OPENAI}.utils.cached_tokens_details_from_dict",
-        cached_tokens_details,
-        "AFTER",
-        "usage tells tokens of reused chunks",
+    on("sglang.srt.entrypoints.openai.utils").feature(
+        "cached_tokens_details_from_dict", cached_tokens_details, "AFTER", "usage tells tokens of reused chunks"
     ),
-    feature(
-        "sglang.srt.observability.metrics_collector.TokenizerMetricsCollector.observe_one_finished_request",
+    on("sglang.srt.observability.metrics_collector.TokenizerMetricsCollector").feature(
+        "observe_one_finished_request",
         observe_one_finished_request,
         "AROUND",
         "reused chunks are a source of cached tokens of their own",
