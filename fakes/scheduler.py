@@ -22,7 +22,7 @@ from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.hooks import Hook
-from sglang_lazy.port.repairs import operators
+from sglang_lazy.port.repairs import scheduler as repairs
 from sglang_lazy.port.scheduler import control, idle, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
@@ -205,7 +205,7 @@ class Scheduler(_Stock):
 
     def step(self) -> None:
         """One turn of SGLang's event loop."""
-        operators.handle_postponed(None, self, [])
+        repairs.handle_postponed(None, self, [])
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch is not None:

@@ -5,8 +5,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-from sglang_lazy.port.model.layer_check import check_layers
-from sglang_lazy.port.model.layers import describe_layers, layer_rope
+from sglang_lazy.port.model.layers import check_layers, describe_layers, layer_rope
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

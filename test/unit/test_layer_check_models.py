@@ -8,8 +8,7 @@ from sglang.srt.models import bailing_moe, gemma3_causal, hunyuan, minimax_m2
 from torch.nn.functional import rms_norm
 
 from oracle.models import MODELS
-from sglang_lazy.port.model.layer_check import check_layers
-from sglang_lazy.port.model.layers import describe_layers
+from sglang_lazy.port.model.layers import check_layers, describe_layers
 
 HIDDEN = 128
 

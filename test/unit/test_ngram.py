@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_lazy.port.model import ngram
+from sglang_lazy.attention.decode_rows import deepest_paths
+from sglang_lazy.port.model import drafts
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -32,7 +33,7 @@ def tree(parents):
 )
 def test_the_deepest_path(parents, path):
     mask, tokens = tree(parents), np.arange(100, 100 + len(parents))
-    chains, seen = ngram.deepest_paths(tokens, mask.flatten(), len(parents))
+    chains, seen = deepest_paths(tokens, mask.flatten(), len(parents))
     assert chains[: len(path)].tolist() == [100 + node for node in path]
     assert seen.reshape(mask.shape).tolist() == np.tri(len(parents), dtype=bool).tolist()
     assert tokens.tolist() == list(range(100, 100 + len(parents))), "SGLang's own are not changed"
@@ -44,8 +45,8 @@ def test_batches_of_trees():
     parents = [[None, *(dice.randrange(node) for node in range(1, num_nodes))] for _ in range(5)]
     masks = [tree(each).flatten() for each in parents]
     tokens = np.arange(5 * num_nodes) * 3
-    chains, seen = ngram.deepest_paths(tokens, np.concatenate(masks), num_nodes)
-    alone = [ngram.deepest_paths(tokens[7 * i : 7 * i + 7], mask, num_nodes) for i, mask in enumerate(masks)]
+    chains, seen = deepest_paths(tokens, np.concatenate(masks), num_nodes)
+    alone = [deepest_paths(tokens[7 * i : 7 * i + 7], mask, num_nodes) for i, mask in enumerate(masks)]
     assert chains.tolist() == list(itertools.chain.from_iterable(each[0].tolist() for each in alone))
     assert seen.tolist() == list(itertools.chain.from_iterable(each[1].tolist() for each in alone))
 
@@ -65,8 +66,8 @@ class Worker:
 
 def test_batches_without_chunks_keep_their_trees():
     algorithm = SimpleNamespace(is_ngram=lambda: True)
-    worker = ngram.with_paths(Worker, algorithm)
+    worker = drafts.with_paths(Worker, algorithm)
     for current, path in ((None, [0, 1, 2, 3]), (object(), [0, 2, 3])):
         tokens, _ = worker(SimpleNamespace(current=current))._prepare_draft_tokens(None)
         assert tokens[: len(path)].tolist() == path
-    assert ngram.with_paths(Worker, SimpleNamespace(is_ngram=lambda: False)) is Worker
+    assert drafts.with_paths(Worker, SimpleNamespace(is_ngram=lambda: False)) is Worker

@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from fakes.loop import QUESTION, A, B, C, Loop
-from sglang_lazy.port.repairs import operators
+from sglang_lazy.port.repairs import scheduler as repairs
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -32,7 +32,7 @@ class Pausing(Loop):
             return "updated"
 
         updater = SimpleNamespace(scheduler=self)
-        self._request_dispatcher = lambda message: operators.when_idle(load, updater, message)
+        self._request_dispatcher = lambda message: repairs.when_idle(load, updater, message)
         return self._request_dispatcher(SimpleNamespace(**{"flush_cache": True, **fields}))
 
 
@@ -61,7 +61,7 @@ def test_paused_rows_keep_the_cache():
     loop.submit([A, QUESTION], "r")
     loop.step()
     loop._engine_paused = True
-    with pytest.raises(operators.OperationError, match="run or wait"):
+    with pytest.raises(repairs.OperationError, match="run or wait"):
         loop.update()
     assert loop.update(flush_cache=False) == "updated"
 
@@ -72,7 +72,7 @@ def test_an_update_waits_for_requests_that_are_ending():
     req = loop.submit([A, QUESTION], "r", max_new_tokens=50)
     for _ in range(4):
         loop.step()
-    with pytest.raises(operators.OperationError, match="run or wait"):
+    with pytest.raises(repairs.OperationError, match="run or wait"):
         loop.update()
     req.to_finish = FINISH_ABORT()
     loop.updated = False
@@ -86,17 +86,17 @@ def test_an_update_waits_for_requests_that_are_ending():
 def test_waiting_requests_forbid_an_update_unless_the_scheduler_is_paused():
     loop = Pausing()
     loop.submit([A, QUESTION], "r")
-    with pytest.raises(operators.OperationError, match="run or wait"):
+    with pytest.raises(repairs.OperationError, match="run or wait"):
         loop.update()
 
 
-@pytest.mark.parametrize("check", [operators.check_held, operators.check_released])
+@pytest.mark.parametrize("check", [repairs.check_held, repairs.check_released])
 def test_memory_is_released_and_resumed_in_turn(check):
-    held = check is operators.check_held
+    held = check is repairs.check_held
     updater = SimpleNamespace(offload_tags={"weights"})
     check(updater, SimpleNamespace(tags=["kv_cache" if held else "weights"]))
     for tags in (["weights" if held else "kv_cache"], None):
-        with pytest.raises(operators.OperationError, match="was"):
+        with pytest.raises(repairs.OperationError, match="was"):
             check(updater, SimpleNamespace(tags=tags))
 
 
@@ -110,7 +110,7 @@ def test_errors_of_operators_are_answers():
     handlers = scheduler._request_dispatcher._mapping
     ending = (FlushCacheReqInput, TokenizedGenerateReqInput, UpdateWeightsFromTensorReqInput)
     handlers |= dict.fromkeys((ExpertDistributionReq, *ending), fail)
-    operators.guard(None, scheduler)
+    repairs.guard(None, scheduler)
     answer = handlers[ExpertDistributionReq](None)
     assert (answer.answer, answer.reason) == ("ExpertDistributionReqOutput", "KeyError: 'nothing'")
     for other in ending:
@@ -120,9 +120,9 @@ def test_errors_of_operators_are_answers():
 
 def test_a_refused_weight_update_is_answered():
     def refuse(_message):
-        raise operators.OperationError("busy")
+        raise repairs.OperationError("busy")
 
     scheduler = SimpleNamespace(_request_dispatcher=SimpleNamespace(_mapping={UpdateWeightsFromTensorReqInput: refuse}))
-    operators.guard(None, scheduler)
+    repairs.guard(None, scheduler)
     answer = scheduler._request_dispatcher._mapping[UpdateWeightsFromTensorReqInput](None)
     assert (answer.answer, answer.reason) == ("UpdateWeightsFromTensorReqOutput", "busy")

@@ -8,14 +8,14 @@ from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.session.session_controller import Session
 
 from sglang_lazy.port.hooks import apply
-from sglang_lazy.port.repairs import sessions
+from sglang_lazy.port.repairs import scheduler as repairs
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _hooks():
-    apply(sessions.HOOKS)
+    apply(hook for hook in repairs.HOOKS if hook.function in (repairs.drop_turns, repairs.clear))
 
 
 def turn(session, name, **params):

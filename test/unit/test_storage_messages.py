@@ -7,7 +7,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
 from fakes.chunk_server import A, B, Server, storage_with
 from fakes.storage import Storage
-from sglang_lazy.port.repairs.operators import OperationError
+from sglang_lazy.port.repairs.scheduler import OperationError
 from sglang_lazy.port.scheduler import control as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

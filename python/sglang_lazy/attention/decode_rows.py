@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sgl_kernel_lazy.rows import Rows
@@ -140,3 +141,16 @@ def plan_rows(rows: Mapping[DecodePlan, PlannedRows], plan: DecodePlan) -> None:
 def _log_size(what: str, tensors: Iterable[torch.Tensor]) -> None:
     if mib := round(sum(tensor.nbytes for tensor in tensors) / 2**20):
         logger.info("sglang-lazy: %d MiB of %s", mib, what)
+
+
+def deepest_paths(tokens: np.ndarray, mask: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Trees of drafts as chains of as many tokens: of each the deepest path, and any tokens after it.
+
+    tokens: [bs * num_nodes], a node after its parent.  mask: [bs * num_nodes * num_nodes], what each node sees.
+    """
+    trees = mask.reshape(-1, num_nodes, num_nodes)
+    chains = tokens.reshape(-1, num_nodes).copy()
+    for chain, tree in zip(chains, trees, strict=True):
+        path = chain[tree[tree.sum(1).argmax()].astype(bool)]
+        chain[: len(path)] = path
+    return chains.reshape(tokens.shape), np.broadcast_to(np.tri(num_nodes, dtype=mask.dtype), trees.shape).flatten()

@@ -71,11 +71,11 @@ def install() -> None:
 def declared() -> tuple[Hook, ...]:
     """All hooks, in the order in which they are applied: of two with one target, the later wraps the earlier."""
     from sglang_lazy.port import cpu, graphs
-    from sglang_lazy.port.comb import limits as comb_limits
     from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import drafts, model_runner, ngram, recurrent
-    from sglang_lazy.port.repairs import adapters, operators, processes, sessions
+    from sglang_lazy.port.model import drafts, model_runner, recurrent
+    from sglang_lazy.port.repairs import adapters, processes
     from sglang_lazy.port.repairs import http as http_repairs
+    from sglang_lazy.port.repairs import scheduler as scheduler_repairs
     from sglang_lazy.port.scheduler import control, idle, reports, schedule_policy, steps
     from sglang_lazy.port.serving import (
         chat,
@@ -93,19 +93,16 @@ def declared() -> tuple[Hook, ...]:
         cpu,
         http_repairs,
         adapters,
-        operators,
+        scheduler_repairs,
         processes,
-        sessions,
         control,
         steps,
         schedule_policy,
         comb_pool,
-        comb_limits,
         model_runner,
         recurrent,
         graphs,
         drafts,
-        ngram,
         http,
         scopes,
         malformed,

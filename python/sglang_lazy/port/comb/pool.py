@@ -1,4 +1,5 @@
-"""The KV pool of encoded chunks, its size, the encoder's passes that fill it, and the attention that reads it.
+"""The KV pool of encoded chunks, its size, the encoder's passes that fill it, and the attention that reads it; and LoRA
+adapters, which change the decoder alone.
 
 As with the link path, an attention backend keeps its name and gets a subclass of its class.
 """
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.table import SegmentTable, table_of
-from sglang_lazy.comb.config import ARCHITECTURE
+from sglang_lazy.comb.config import ARCHITECTURE, CROSS, ENCODER
 from sglang_lazy.comb.cross import CrossReader
 from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.config import LazyConfig
@@ -170,6 +171,24 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     ModelRegistry.models[ARCHITECTURE] = EntryClass
 
 
+def keep_to_the_decoder(_result: Any, manager: Any) -> None:
+    """After `LoRAManager.init_lora_modules`, which selects modules by the end of their names: restore those of the
+    encoder and the cross layers."""
+    from sglang.srt.utils import replace_submodule
+
+    for modules in manager.lora_modules:
+        for name in [name for name in modules if name.startswith((CROSS, ENCODER))]:
+            replace_submodule(manager.base_model, name, modules.pop(name).base_layer)
+
+
+def check_weight(adapter: Any, name: str, *_args: Any) -> None:
+    """Before `LoRAAdapter._process_weight`, which selects layers by their number: raise ValueError for a weight of the
+    encoder or a cross layer."""
+    is_comb = ARCHITECTURE in (adapter.base_hf_config.architectures or ())
+    if is_comb and any(part in name for part in (".cross_layers.", ENCODER)):
+        raise ValueError(f"adapters of a Comb model may change only its decoder; this one has {name!r}")
+
+
 HOOKS = (
     on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
         "_apply_token_constraints", leave_room, "AROUND", "the pool of encoded chunks gets its share of the memory"
@@ -182,5 +201,11 @@ HOOKS = (
     ),
     on("sglang.srt.model_executor.model_runner.ModelRunner").feature(
         "initialize", register_model, "BEFORE", "Comb models"
+    ),
+    on("sglang.srt.lora.lora_manager.LoRAManager").feature(
+        "init_lora_modules", keep_to_the_decoder, "AFTER", "LoRA adapters of Comb models change the decoder alone"
+    ),
+    on("sglang.srt.lora.lora.LoRAAdapter").feature(
+        "_process_weight", check_weight, "BEFORE", "LoRA adapters that do not fit a Comb model are refused"
     ),
 )

@@ -16,7 +16,6 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.supported import TESTED
-from sglang_lazy.port.comb.limits import unfit_flags_of_comb
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import INV_FREQ, attention_layers, attention_modules
@@ -185,7 +184,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if num_cross_layers(config):
         if not runner.spec_algorithm.is_none():
             reasons.append("--speculative-algorithm with cross-attention: not tested")
-        reasons += [reason for reason, applies in unfit_flags_of_comb(runner).items() if applies]
+        reasons += [reason for reason, applies in _unfit_comb(runner).items() if applies]
     return [*reasons, *unfit_layers(runner.model, may_lack_rotation=recurrence is not None)] or _unfit_pools(runner)
 
 
@@ -241,3 +240,16 @@ def _unfit_pools(runner: Any) -> list[str]:
                 "--disable-hybrid-swa-memory SGLang has one pool for heads of two shapes"
             ]
     return []
+
+
+def _unfit_comb(runner: Any) -> dict[str, bool]:
+    """Reasons in the flags for a model that reads chunks through an encoder, each with whether it applies."""
+    flags = flags_of(runner.server_args)
+    return {
+        "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
+            bool(flags.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
+        ),
+        "--enable-torch-compile: it would compile layers without the cross layers before them": (
+            flags.enable_torch_compile
+        ),
+    }

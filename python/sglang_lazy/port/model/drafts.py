@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_lazy.attention.decode_rows import plan_rows
+from sglang_lazy.attention.decode_rows import deepest_paths, plan_rows
 from sglang_lazy.attention.kernels import choose_kernels
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.core.config import LazyConfig
@@ -26,9 +26,8 @@ from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.attention import LinkAttention, step_rows, with_link_path
 from sglang_lazy.port.model.compat import unfit_layers
-from sglang_lazy.port.model.layer_check import check_layers
-from sglang_lazy.port.model.layers import describe_layers
-from sglang_lazy.port.model.model_runner import involves_chunks
+from sglang_lazy.port.model.layers import check_layers, describe_layers
+from sglang_lazy.port.model.model_runner import decode_with_drafts, involves_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +191,31 @@ def copy_to_host(register: Callable, *, tree_cache: Any, draft_plan: Any) -> Non
         register(tree_cache=tree_cache, draft_plan=draft_plan)
 
 
+class DraftPaths:
+    """Mixed into the class of SGLang's worker that finds drafts in earlier answers: trees, of which a batch with chunks
+    verifies the deepest path, since linked rows verify chains."""
+
+    # mypy does not know the class that this is mixed into: hence what it ignores below.
+    target_worker: Any
+    draft_token_num: int
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super().forward_batch_generation  # type: ignore[misc]
+        return decode_with_drafts(lambda _worker, *given, **named: stock(*given, **named), self, batch, *args, **kwargs)
+
+    def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        tokens, mask = super()._prepare_draft_tokens(batch)  # type: ignore[misc]
+        table = table_of(self.target_worker.model_runner.req_to_token_pool)
+        if table is None or table.current is None:
+            return tokens, mask
+        return deepest_paths(tokens, mask, self.draft_token_num)
+
+
+def with_paths(worker: type, algorithm: Any, *_args: Any, **_kwargs: Any) -> type:
+    """After `SpeculativeAlgorithm.create_worker`, which returns a class."""
+    return type(f"Link{worker.__name__}", (DraftPaths, worker), {}) if algorithm.is_ngram() else worker
+
+
 _WORKER = on("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker")
 HOOKS = (
     _WORKER.feature("init_attention_backend", read_chunks, "AFTER", "drafts read chunks rotated to their places"),
@@ -206,5 +230,8 @@ HOOKS = (
     ),
     on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").feature(
         "init_new", follow_prompts, "AFTER", "drafts follow the prompt's order, not the row's"
+    ),
+    on("sglang.srt.speculative.spec_info.SpeculativeAlgorithm").feature(
+        "create_worker", with_paths, "AFTER", "batches with chunks verify chains that were found in earlier answers"
     ),
 )

@@ -31,8 +31,7 @@ from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
 from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
-from sglang_lazy.port.model.layer_check import check_layers
-from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
+from sglang_lazy.port.model.layers import attention_layers, check_layers, describe_layers, window_of
 from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout, unfit_states
 
 logger = logging.getLogger(__name__)

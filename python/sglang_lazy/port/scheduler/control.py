@@ -20,7 +20,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.port.facts import admission_of, dp_rank
 from sglang_lazy.port.hooks import on, unused
-from sglang_lazy.port.repairs.operators import OperationError, postpone, requests_with_rows
+from sglang_lazy.port.repairs.scheduler import OperationError, postpone, requests_with_rows
 from sglang_lazy.storage.chunk_storage import ChunkStorage
 
 UNUSED_HOOKS = "unused hooks"

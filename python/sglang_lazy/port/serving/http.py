@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
 from sglang_lazy.port.hooks import on
-from sglang_lazy.port.repairs.operators import OperationError
+from sglang_lazy.port.repairs.scheduler import OperationError
 from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.completions import CompletionsRequest

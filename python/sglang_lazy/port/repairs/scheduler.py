@@ -1,4 +1,4 @@
-"""Messages of operators, such as weight updates, which must not end the server.
+"""What must not end SGLang's scheduler: messages of operators, such as weight updates, and turns of sessions.
 
 SGLang's scheduler ends with any error in their handlers: a weight update that cannot flush the cache, memory that is
 resumed but was not released, a recording that is not configured. Here the operator gets the error. What needs an idle
@@ -188,6 +188,30 @@ _NEED_IDLE = (
     "update_weights_from_ipc",
     "update_weights_from_tensor",
 )
+# Sessions
+
+
+def drop_turns(session: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `Session.create_req`: if the new turn replaces all others, drop them, so that SGLang finds none."""
+    params = req.session_params
+    if params.replace and params.rid is None and not session.streaming:
+        for node in [*session.req_nodes.values()]:
+            node.clear(session.req_nodes)
+
+
+def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
+    """Around `SessionReqNode.clear`: abort and remove a turn and those after it. Another turn may have taken its id."""
+    turns = [node]
+    while turns:
+        turn = turns.pop()
+        turns += turn.children
+        turn.children = []
+        turn.abort()
+        rid = turn.req.rid
+        if req_dict.get(rid) is turn:
+            del req_dict[rid]
+
+
 _SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
 _UPDATER = on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
 HOOKS = (
@@ -245,5 +269,15 @@ HOOKS = (
         "AROUND",
         "operators get the errors of their messages",
         "SGLang answers errors of these messages",
+    ),
+    on("sglang.srt.session.session_controller.Session").repair(
+        "create_req",
+        drop_turns,
+        "BEFORE",
+        "replaced turns of a session do not end the scheduler",
+        "SGLang iterates over a copy",
+    ),
+    on("sglang.srt.session.session_controller.SessionReqNode").repair(
+        "clear", clear, "AROUND", "long sessions can be cut", "SGLang clears them without recursion"
     ),
 )
