@@ -55,6 +55,7 @@ def held(scheduler: Any) -> dict[str, int]:
         "chunks on their way from storage": len(store.fetching),
         "holders of locks": len(cache.admission.holders),
         "host slots": 0,
+        "locked states": 0 if store.states is None else store.states.num_locked,
     }
     if (host := store.host) is not None:
         nodes = [store.tree.root]

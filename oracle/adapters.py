@@ -8,22 +8,30 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+PREFIX = "base_model.model."
+"""Of the names of weights in an adapter's file."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tensor]], alpha: int) -> Path:
-    """Write an adapter as PEFT does.  weights: each module's factors A [r, in] and B [out, r], all with one r."""
+def write_adapter(
+    path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tensor]], alpha: int, modules: Sequence[str] = ()
+) -> Path:
+    """Write an adapter as PEFT does.
+
+    weights: each module's factors A [r, in] and B [out, r], all with one r.
+    modules: what it says that it adapts, if that is not the last parts of their names.
+    """
     path.mkdir(exist_ok=True)
     tensors = {}
     for name, (a, b) in weights.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous()
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous()
     save_file(tensors, path / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": next(iter(weights.values()))[0].shape[0],
         "lora_alpha": alpha,
-        "target_modules": sorted({name.rpartition(".")[2] for name in weights}),
+        "target_modules": sorted(modules or {name.rpartition(".")[2] for name in weights}),
         "task_type": "CAUSAL_LM",
         "bias": "none",
     }
@@ -50,6 +58,26 @@ def random_adapter(
     return write_adapter(path, weights, alpha)
 
 
+def split(adapter: Path, path: Path, parts: dict[str, dict[str, int]], modules: Sequence[str]) -> Path:
+    """Write an adapter with another's products, in which some modules are several.
+
+    parts: by the last part of a module's name, those of its parts, and how many rows each has.
+    modules: see `write_adapter`.
+    """
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    factors = load_file(adapter / "adapter_model.safetensors")
+    weights = {}
+    for name in factors:
+        if "lora_A" not in name:
+            continue
+        a, b = factors[name], factors[name.replace("lora_A", "lora_B")]
+        layer, _, module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight").rpartition(".")
+        rows = parts.get(module, {module: len(b)})
+        for part, of_part in zip(rows, b.split([*rows.values()]), strict=True):
+            weights[f"{layer}.{part}"] = a.clone(), of_part.clone()
+    return write_adapter(path, weights, config["lora_alpha"], modules)
+
+
 def merged(model: str, adapter: Path, path: Path) -> Path:
     """The model with an adapter merged into its weights: W + alpha / r * B A."""
     shutil.copytree(model, path)
@@ -74,6 +102,6 @@ def products(adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
     factors = load_file(adapter / "adapter_model.safetensors")
     for name in factors:
         if "lora_A" in name:
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             delta = factors[name.replace("lora_A", "lora_B")] @ factors[name]
             yield f"{module}.weight", config["lora_alpha"] / config["r"] * delta

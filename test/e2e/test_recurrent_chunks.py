@@ -4,7 +4,7 @@ whose recurrence goes token by token. LAZY_ALL_MODELS=1 tries all models, not on
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -75,21 +75,29 @@ class Served:
 
     def answer(self, *prompts: list[Segment], link: str = "block") -> list[dict]:
         """Serve the prompts as one batch and compare every answer with the oracle's."""
-        outputs = self.engine.generate(
+        outputs = self.ask(*prompts, link=link)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            self.compare(prompt, output, self.expected, self.preamble(link, prompt))
+        return outputs
+
+    def ask(self, *prompts: list[Segment], link: str = "block", **fields) -> list[dict]:
+        """Serve the prompts as one batch.  fields: others of the requests."""
+        return self.engine.generate(
             segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
             link=[link] * len(prompts),
             sampling_params={"temperature": 0, "max_new_tokens": self.num_tokens, "ignore_eos": True},
             return_logprob=True,
+            **fields,
         )
-        for prompt, output in zip(prompts, outputs, strict=True):
-            tokens = output["output_ids"]
-            expected = self.expected(tuple(self.computed(prompt)), tuple(tokens), self.preamble(link, prompt))
-            expected = expected[len(token_ids(prompt)) - 1 : -1]
-            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
-            chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            assert (chosen - reported).abs().max() <= self.tolerance
-            assert (expected.amax(-1) - chosen).max() <= self.tolerance
-        return outputs
+
+    def compare(self, prompt: list[Segment], output: dict, expected: Callable, preamble: Sequence[int] = ()) -> None:
+        """expected: the oracle's log-probabilities of a prompt and the tokens of its answer."""
+        tokens = output["output_ids"]
+        logprobs = expected(tuple(self.computed(prompt)), tuple(tokens), preamble)[len(token_ids(prompt)) - 1 : -1]
+        reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+        chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (chosen - reported).abs().max() <= self.tolerance
+        assert (logprobs.amax(-1) - chosen).max() <= self.tolerance
 
     def play(self, names: list[str]) -> list[list[tuple[list[Segment], dict]]]:
         """Run scenarios in lockstep, as one batch per step; returns, by batch, the prompts and outputs."""
@@ -116,14 +124,13 @@ def on_one_worker(name: str):
 
 
 @contextlib.contextmanager
-def serving(name: str, model_dir, with_plugin, **options) -> Iterator[Served]:
+def serving(name: str, model_dir, with_plugin, kind: Callable[..., Served] = Served, **options) -> Iterator[Served]:
     ranks = TWO_RANKS if options.get("tp_size") == 2 else {}
     with with_plugin(hybrids_on_cpu.load), pytest.MonkeyPatch.context() as environment:
         for variable, value in {**hybrids_on_cpu.ENVIRONMENT, **ranks}.items():
             environment.setenv(variable, value)
-        served = Served(name, model_dir, **options)
+        served = kind(name, model_dir, **options)
     yield served
-    served.engine.flush_cache()  # an idle server checks its accounting, and a leaked slot or lock ends it
     served.engine.shutdown()
 
 
@@ -276,3 +283,8 @@ def test_the_chunk_that_the_question_attends_to_most_is_text(served, link):
         ]
         off.append(float((expected.gather(1, torch.tensor(tokens)[:, None])[:, 0] - reported).abs().max()))
     assert min(off[:2]) <= TOLERANCE < max(off[:2]) and off[2] > TOLERANCE
+
+
+def test_nothing_is_held(served):
+    """After all of the above. An idle server checks its accounting, and a leaked slot or lock ends it."""
+    served.engine.flush_cache()

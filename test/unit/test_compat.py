@@ -1,5 +1,6 @@
 """Every flag and model property that chunk reuse cannot serve is refused, with its reason."""
 
+import importlib
 import importlib.metadata
 from types import SimpleNamespace
 
@@ -213,7 +214,6 @@ WITH_STATES = {
     "enable_hierarchical_cache": False,
     "mamba_radix_cache_strategy": "extra_buffer",
     "disable_overlap_schedule": False,
-    "enable_mixed_chunk": False,
     "enable_lora": False,
     "lora_paths": None,
     "speculative_algorithm": None,
@@ -248,9 +248,6 @@ def test_the_defaults_fit_recurrent_layers(flags):
     ("flag", "value", "reason"),
     [
         ("mamba_radix_cache_strategy", "extra_buffer_lazy", "--mamba-radix-cache-strategy extra_buffer_lazy"),
-        ("enable_mixed_chunk", True, "--enable-mixed-chunk"),
-        ("enable_lora", True, "LoRA"),
-        ("lora_paths", ["a"], "LoRA"),
         ("enable_linear_replayssm", True, "--enable-linear-replayssm"),
         ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm"),
         ("enable_int8_mamba_checkpoint", True, "--enable-int8-mamba-checkpoint"),
@@ -264,6 +261,23 @@ def test_unfit_flags_with_recurrent_layers(flag, value, reason):
     (given,) = recurrent.unfit_states(args, lfm2_config())
     assert reason in given
     assert recurrent.unfit_states(args, runner().model_config) == []
+
+
+@pytest.mark.parametrize("given", [{"enable_lora": True}, {"lora_paths": ["a"]}])
+def test_adapters_of_recurrent_layers(given):
+    """Are refused for classes that do not say how large these are: SGLang guesses, without the gate of attention."""
+    args = Args(**{**WITH_STATES, **given})
+    assert recurrent.unfit_states(args, lfm2_config()) == []
+    for module, architecture in (
+        ("qwen3_next", "Qwen3NextForCausalLM"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+        ("qwen3_5_text", "Qwen3_5MoeForCausalLM"),
+    ):
+        config = Qwen3NextConfig(architectures=[architecture])
+        (reason,) = recurrent.unfit_states(args, Config(hf_config=config, is_draft_model=False))
+        assert f"LoRA with {architecture}" in reason
+        model = getattr(importlib.import_module(f"sglang.srt.models.{module}"), architecture)
+        assert not hasattr(model, "get_hidden_dim"), "it says so by now, and can be served"
 
 
 @pytest.mark.parametrize(("algorithm", "fits"), [("EAGLE", True), ("STANDALONE", True), ("EAGLE3", False)])

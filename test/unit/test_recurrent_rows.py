@@ -61,6 +61,11 @@ def test_a_prompt_in_parts(cut):
     assert tokens(first.parts) + tokens(second.parts) == tokens(whole.parts)
 
 
+def test_a_request_that_decodes_beside_others():
+    """Its state has gone through all of its chunks."""
+    assert rows(linked(20, (2, 6), (7, 10)), 22, 1, (31, 32)) == [TextRow(0, True, [Text(1)])]
+
+
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_second_turn(cut):
     """It begins in the state after its cached text, which has gone through the chunks before that."""

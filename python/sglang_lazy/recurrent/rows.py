@@ -48,7 +48,7 @@ def _linked_row(request: int, state: LinkedRequest, slots: RowStates, before: in
     """
     seen = 0  # how much of the prompt the state before the pass has gone through
     if before > state.prompt.num_chunk_tokens:
-        seen = int(state.row.positions[before - 1]) + 1
+        seen = int(state.row.positions_of(before - 1, before)[0]) + 1
     resumed = before > state.row.computed_start[0]
     positions = state.row.positions_of(before, before + new)
     parts: list[Chunk | Text] = [] if resumed or slots.text is None else [Chunk(slots.text)]

@@ -38,6 +38,9 @@ CONVOLUTIONS = (Lfm2Config, Lfm2MoeConfig)
 MAMBA2 = (FalconH1Config, GraniteMoeHybridConfig, NemotronHConfig)
 """SGLang's configurations of models whose recurrent layers are short convolutions only, or Mamba-2."""
 
+UNADAPTABLE = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Classes that leave it to SGLang to guess the sizes of adapters, which has their scheduler fail when it loads one."""
+
 
 class Recurrence(NamedTuple):
     """What a model's configuration says of its recurrent layers.
@@ -115,6 +118,7 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         return []
     flags = flags_of(args)
     strategy = flags.mamba_radix_cache_strategy
+    architecture = (config.hf_config.architectures or ["unknown"])[0]
     wanted = {
         f"--mamba-radix-cache-strategy {strategy}: it takes slots for states in decode, which is not tested": (
             strategy not in ("no_buffer", "extra_buffer")
@@ -127,8 +131,9 @@ def unfit_states(args: Any, config: Any) -> list[str]:
             flags.speculative_algorithm not in (None, "EAGLE", "STANDALONE")
             or (flags.speculative_algorithm is not None and hybrid_gdn_config(config) is None)
         ),
-        "--enable-mixed-chunk with recurrent layers: not tested": flags.enable_mixed_chunk,
-        "LoRA with recurrent layers: not tested": bool(flags.enable_lora or flags.lora_paths),
+        f"LoRA with {architecture}: SGLang's memory for adapters has no room for the gate in its queries' weights": (
+            bool(flags.enable_lora or flags.lora_paths) and architecture in UNADAPTABLE
+        ),
         "--enable-linear-replayssm: the state of a request is not in its slot": (
             flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
         ),
