@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ..tokenizer import build_tokenizer
 from . import MODELS
+from .folders import made_once
 from .spec import MAX_POSITION, ModelSpec
 
 
@@ -24,32 +22,22 @@ def build(name: str, cache_dir: str | Path) -> str:
 def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
     """The folder of a model under `cache_dir`: config, fp32 safetensors, tokenizer; made if it is not there.
 
-    The same spec, code and library version give the same weights. Processes may race: each builds a private copy
-    and the first rename wins.
+    The same spec, code and library version give the same weights.
     """
-    path = Path(cache_dir) / f"{spec.name}-{_fingerprint(spec)}"
-    if path.exists():
-        return str(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=path.parent))
-    try:
-        random_model(spec).save_pretrained(work)
+
+    def write(folder: Path) -> None:
+        random_model(spec).save_pretrained(folder)
         if spec.released:
-            file = work / "model.safetensors"
+            file = folder / "model.safetensors"
             weights = dict(spec.released(name, weight) for name, weight in load_file(file).items())
             save_file(weights, file, {"format": "pt"})
         served = {**spec.served, **({"architectures": [spec.architecture]} if spec.architecture else {})}
         if served:
-            file = work / "config.json"
+            file = folder / "config.json"
             file.write_text(json.dumps({**json.loads(file.read_text()), **served}))
-        build_tokenizer(work, add_bos=spec.add_bos, chat_parts=spec.chat_parts, max_length=MAX_POSITION)
-        os.rename(work, path)
-    except OSError:
-        if not path.exists():
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return str(path)
+        build_tokenizer(folder, add_bos=spec.add_bos, chat_parts=spec.chat_parts, max_length=MAX_POSITION)
+
+    return made_once(Path(cache_dir) / f"{spec.name}-{_fingerprint(spec)}", write)
 
 
 def model_class(config: transformers.PretrainedConfig) -> type:

@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from .folders import made_once
 from .spec import rope
 
 Weights = dict[str, torch.Tensor]
@@ -26,22 +25,15 @@ def build_draft(algorithm: str, target: str, cache_dir: str | Path) -> str:
         a Qwen3.5.
     """
     digest = hashlib.sha256(f"{Path(__file__).read_text()}{Path(target).name}".encode()).hexdigest()[:12]
-    path = Path(cache_dir) / f"draft-{algorithm.lower()}-{digest}"
-    if not path.exists():
-        work = Path(tempfile.mkdtemp(prefix=f".{algorithm}-", dir=cache_dir))
-        try:
-            shutil.copytree(target, work, dirs_exist_ok=True)  # for its tokenizer
-            config = json.loads(Path(target, "config.json").read_text())
-            config, weights = DRAFTS[algorithm](config, target)
-            (work / "config.json").write_text(json.dumps(config))
-            save_file(weights, work / "model.safetensors", {"format": "pt"})
-            os.rename(work, path)
-        except OSError:
-            if not path.exists():
-                raise
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    return str(path)
+
+    def write(folder: Path) -> None:
+        shutil.copytree(target, folder, dirs_exist_ok=True)  # for its tokenizer
+        config = json.loads(Path(target, "config.json").read_text())
+        config, weights = DRAFTS[algorithm](config, target)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return made_once(Path(cache_dir) / f"draft-{algorithm.lower()}-{digest}", write)
 
 
 def _standalone(config: dict, target: str) -> tuple[dict, Weights]:

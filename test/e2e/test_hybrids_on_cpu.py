@@ -6,6 +6,7 @@ import os
 
 import pytest
 import requests
+import stock
 import torch
 
 from fakes import hybrids_on_cpu
@@ -23,17 +24,6 @@ NAMES = [
     for name, spec in HYBRIDS.items()
     if not spec.cpu_options and (spec.core or ALL)  # others lack an image processor
 ]
-FLAGS = [
-    "--max-total-tokens",
-    "2048",
-    "--max-running-requests",
-    "4",
-    "--context-length",
-    "1024",
-    "--disable-cuda-graph",
-]
-
-
 pytestmark = [
     pytest.mark.slow,  # starts servers
     pytest.mark.skipif(torch.cuda.is_available(), reason="replaces kernels that a GPU has"),
@@ -46,14 +36,11 @@ def serving(stock_path, with_plugin, tmp_path):
 
     @contextlib.contextmanager
     def serving(path, module="sglang.launch_server"):
-        flags = ["--model-path", path, "--skip-tokenizer-init", "--skip-server-warmup", *FLAGS]
-        for option, value in CPU_OPTIONS.items():
-            flags += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
+        flags = stock.flags_of({**CPU_OPTIONS, "model_path": path})
         with with_plugin(hybrids_on_cpu.load):
             environment = dict(hybrids_on_cpu.ENVIRONMENT)
             if module == "sglang.launch_server":
-                environment["PYTHONPATH"] = os.pathsep.join([stock_path, os.environ["PYTHONPATH"]])
-                environment["SGLANG_PLUGINS"] = "hybrids_on_cpu"
+                environment |= stock.without_plugin(stock_path, "hybrids_on_cpu")
             with running_server(
                 flags, tmp_path / f"{module}.log", module=module, environment=environment, timeout=120
             ) as url:
@@ -101,9 +88,5 @@ def test_answers_without_chunks_are_stocks_to_the_bit(name, model_dir, serving):
     assert reported[0] == reported[1]
 
 
-def ask(url: str, prompts: list[list[int]]) -> list[dict]:
-    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
-    response = requests.post(f"{url}/generate", json=body, timeout=60)
-    assert response.ok, response.text
-    return response.json()
+def ask(url, prompts):
+    return stock.ask(url, prompts, NUM_TOKENS, return_logprob=True)

@@ -1,11 +1,9 @@
 """SGLang itself, without the plugin, speculates on a CPU, with PyTorch for its kernels: the ground on which speculation
 over chunks can be tested."""
 
-import os
-
 import pytest
-import requests
 import torch
+from stock import ask, flags_of, without_plugin
 
 from fakes import speculation_on_cpu
 from oracle.block_mask import Oracle, greedy
@@ -21,24 +19,6 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 24
-FLAGS = [
-    "--max-total-tokens",
-    "2048",
-    "--max-running-requests",
-    "4",
-    "--context-length",
-    "1024",
-    "--disable-cuda-graph",
-    "--skip-tokenizer-init",
-    "--skip-server-warmup",
-]
-
-
-def flags_of(options: dict) -> list[str]:
-    flags = list(FLAGS)
-    for option, value in options.items():
-        flags += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return flags
 
 
 # By day, test_speculation_oracle.py has all: prompts without chunks are among its scenarios.
@@ -59,15 +39,12 @@ def test_stock_answers_are_those_without_drafts(algorithm, overlap, model_dir, s
     }
     prompts = [list(dice.ids(length)) for length in (100, 133, 40)]
     with with_plugin(speculation_on_cpu.load):
-        environment = {
-            "PYTHONPATH": os.pathsep.join([stock_path, os.environ["PYTHONPATH"]]),
-            "SGLANG_PLUGINS": "speculation_on_cpu",
-        }
+        environment = without_plugin(stock_path, "speculation_on_cpu")
         how = dict(module="sglang.launch_server", environment=environment, timeout=120)
         with running_server(flags_of(options), tmp_path / "server.log", **how) as url:
-            answers = ask(url, prompts)
+            answers = ask(url, prompts, NUM_TOKENS)
             prompts.append([*prompts[1], *answers[1]["output_ids"], *dice.ids(3)])
-            answers += ask(url, prompts[-1:])
+            answers += ask(url, prompts[-1:], NUM_TOKENS)
     assert answers[-1]["meta_info"]["cached_tokens"] >= 133
     oracle = Oracle(target)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -78,10 +55,3 @@ def test_stock_answers_are_those_without_drafts(algorithm, overlap, model_dir, s
     if algorithm == "STANDALONE":
         runs = {length for histogram in by_length for length, count in enumerate(histogram) if count}
         assert runs == {0, 1, 2, 3}, by_length
-
-
-def ask(url: str, prompts: list[list[int]]) -> list[dict]:
-    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    response = requests.post(f"{url}/generate", json={"input_ids": prompts, "sampling_params": params}, timeout=60)
-    assert response.ok, response.text
-    return response.json()
