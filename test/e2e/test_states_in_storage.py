@@ -2,11 +2,11 @@
 folder, on a CPU with PyTorch for their kernels, against the oracle."""
 
 import json
-import os
 
 import pytest
 import torch
-from test_recurrent_chunks import NAMES, OPTIONS, hits, serving
+from served import TWO_RANKS
+from test_recurrent_chunks import ALL, OPTIONS, WAYS, hits, serving
 
 from fakes import hybrids_on_cpu
 from oracle.models.build import build_model
@@ -23,18 +23,23 @@ pytestmark = [
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_storage_backend": "file"}
 
 
-@pytest.mark.parametrize("name", NAMES if os.environ.get("LAZY_ALL_MODELS") else ["qwen3.5"])
-def test_a_new_server_answers_over_stored_states(name, model_dir, with_plugin, tmp_path, monkeypatch):
+WITH_COMMANDS = [way for way in WAYS if not HYBRIDS[way.partition(" ")[0]].cpu_options]
+"""Others need an option that is no flag."""
+
+
+@pytest.mark.parametrize("way", WITH_COMMANDS if ALL else ["qwen3.5"])
+def test_a_new_server_answers_over_stored_states(way, model_dir, with_plugin, tmp_path, monkeypatch):
     """A corpus is computed into a folder. A server computes only what is damaged there."""
+    name, options = way.partition(" ")[0], {**WAYS[way], **TIERS}
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     dice = Dice("stored")
     a, b, c = dice.chunks(3, 20, 60)
     start_text, between, question = dice.text(9), dice.text(5), dice.text(12)
-    precompute(name, model_dir, with_plugin, tmp_path, [a, b, c])
+    precompute(name, model_dir, with_plugin, tmp_path, [a, b, c], options)
     files = sorted(tmp_path.glob("*.bin"))
-    assert len(files) == 6, "KV and a state of each"
+    assert len(files) == 6 * options.get("tp_size", 1), "KV and a state of each, of each rank"
 
-    with serving(name, model_dir, with_plugin, **TIERS) as served:
+    with serving(name, model_dir, with_plugin, **options) as served:
 
         def computed(*prompt):
             """Whether each chunk was, by a server that has nothing."""
@@ -48,7 +53,7 @@ def test_a_new_server_answers_over_stored_states(name, model_dir, with_plugin, t
         assert computed(start_text, a, between, b, question) == [False, False]
         assert computed(c, b, a, question) == [False] * 3
         assert sorted(tmp_path.glob("*.bin")) == files, "nothing is stored again"
-        for damaged in files[:2]:  # the KV and the state of one chunk
+        for damaged in files[: len(files) // 3]:  # the KV and the state of one chunk
             whole = damaged.read_bytes()
             damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
             assert sorted(computed(start_text, c, b, a, question)) == [False, False, True]
@@ -56,19 +61,18 @@ def test_a_new_server_answers_over_stored_states(name, model_dir, with_plugin, t
         assert computed(start_text, c, b, a, question) == [False] * 3
 
 
-def precompute(name, model_dir, with_plugin, tmp_path, chunks):
+def precompute(name, model_dir, with_plugin, tmp_path, chunks, options):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"input_ids": segment.ids}) + "\n" for segment in chunks))
-    options = {**HYBRIDS[name].cpu_options, "max_total_tokens": OPTIONS["max_total_tokens"]}
-    options |= {"context_length": OPTIONS["context_length"], "disable_cuda_graph": True, **TIERS}
+    options = {"max_total_tokens": OPTIONS["max_total_tokens"], **options}
+    options |= {"context_length": OPTIONS["context_length"], "disable_cuda_graph": True}
+    environment = {**hybrids_on_cpu.ENVIRONMENT, **(TWO_RANKS if options.get("tp_size") == 2 else {})}
     flags = [*device_flags()]
     for option, value in options.items():
         flags += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
     command = ["--model-path", build_model(HYBRIDS[name], model_dir), "--chunks", str(corpus), "--", *flags]
     with open(tmp_path / "precompute.log", "w+") as output, with_plugin(hybrids_on_cpu.load):
-        process = start(
-            "sglang_lazy.precompute", command, environment=hybrids_on_cpu.ENVIRONMENT, source=None, output=output
-        )
+        process = start("sglang_lazy.precompute", command, environment=environment, source=None, output=output)
         status = process.wait()
         output.seek(0)
         shown = output.read()
