@@ -63,7 +63,9 @@ CHANGING = [  # fields that differ between requests even on one server
 POOL = 4000
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="two", marks=pytest.mark.nightly), pytest.param(4, id="four")]
+)
 def num_workers(request):
     return request.param
 

@@ -36,7 +36,8 @@ def prompt(served: Served, docs: list[dict], question: str) -> list[Segment]:
     return [text(ids("Answer from the documents.\n\n")), *chunks, text(ids(f"Question: {question}\nAnswer:"))]
 
 
-@pytest.mark.parametrize("base", BASES)
+# By day, test_served_policies.py has chunks after a preamble.
+@pytest.mark.parametrize("base", [pytest.param(base, marks=pytest.mark.nightly) if base else base for base in BASES])
 def test_answers_are_the_oracles(served, base):
     """All policies side by side, over chunks that other prompts left in the cache, reordered."""
     question = load_sample()[0]
