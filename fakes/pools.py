@@ -46,7 +46,7 @@ class Layers(RecurrentLayers):
 
     def __init__(self, num_states: int, max_pieces: int, device: str):
         self.pool = StatePool(StateLayout(1, ((1, 2),), torch.float32), num_states, device)
-        self.max_pieces = max_pieces
+        self.max_pieces, self.knows_ends = max_pieces, True
         self.pieces, self.finish, self._streams = None, lambda: None, torch.get_device_module(device)
 
     def save(self, req: Any, slot: int) -> None:

@@ -145,19 +145,20 @@ def fused_sigmoid_gating_delta_rule_update(
 def scatter_mamba_states_after_mtp_verify(
     caches, slots, steps, mamba_track_indices, mamba_steps_to_track, src_indices_raw=None
 ):
-    """Write the states at the last accepted token of each chain to the slots.
+    """Write the states at the last accepted token of each chain to the slots, and those at other tokens to others.
 
-    caches: of all layers. steps: [bs], -1 for none.
+    caches: of all layers. steps, mamba_steps_to_track: [bs], -1 for none.
     """
-    assert mamba_track_indices is None and src_indices_raw is None
+    assert src_indices_raw is None
     written = [
         (caches.temporal, caches.intermediate_ssm),
         *zip(caches.conv, caches.intermediate_conv_window, strict=True),
     ]
-    for row, (slot, step) in enumerate(zip(slots.tolist(), steps.tolist(), strict=True)):
-        if slot >= 0 and step >= 0:
-            for states, of_steps in written:
-                states[:, slot] = of_steps[:, row, step]
+    for to, at in ((slots, steps), (mamba_track_indices, mamba_steps_to_track)):
+        for row, (slot, step) in enumerate(zip(to.tolist(), at.tolist(), strict=True) if to is not None else ()):
+            if slot >= 0 and step >= 0:
+                for states, of_steps in written:
+                    states[:, slot] = of_steps[:, row, step]
 
 
 def track_mamba_states_if_needed(

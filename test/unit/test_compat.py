@@ -282,14 +282,12 @@ def test_adapters_of_recurrent_layers(given):
 
 @pytest.mark.parametrize(("algorithm", "fits"), [("EAGLE", True), ("STANDALONE", True), ("EAGLE3", False)])
 def test_gated_delta_rules_fit_drafts(algorithm, fits):
-    """Of a layer of the model's own, without overlap; other recurrent layers do not."""
-    args = Args(**{**WITHOUT_OVERLAP, "speculative_algorithm": algorithm})
+    """Of a layer of the model's own; other recurrent layers do not."""
+    args = Args(**{**WITH_STATES, "speculative_algorithm": algorithm})
     config = Config(hf_config=Qwen3NextConfig(), is_draft_model=False)
     assert fits == (recurrent.unfit_states(args, config) == [])
     (given,) = recurrent.unfit_states(args, lfm2_config())
     assert "--speculative-algorithm" in given
-    overlapping = Args(**{**WITH_STATES, "speculative_algorithm": algorithm})
-    assert any("--disable-overlap-schedule" in given for given in recurrent.unfit_states(overlapping, config))
 
 
 def test_recurrent_layers_of_a_model_that_drafts(monkeypatch):

@@ -188,7 +188,9 @@ class CompositeCache:
         computed ahead of use have no text that anybody continues, nor have probes."""
         table, states = table_of(self.req_to_token_pool), self.store.states
         assert table is not None
-        if state.ahead or state.probe is not None or not req.finished() or up_to != req.kv.kv_committed_len:
+        if state.ahead or state.probe is not None or not req.finished():
+            return
+        if not table.recurrent.knows_ends or up_to != req.kv.kv_committed_len:
             return
         if (slot := states.for_text()) is None:
             return

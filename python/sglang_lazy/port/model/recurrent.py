@@ -123,10 +123,6 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         f"--mamba-radix-cache-strategy {strategy}: it takes slots for states in decode, which is not tested": (
             strategy not in ("no_buffer", "extra_buffer")
         ),
-        "--speculative-algorithm with recurrent layers and the overlap scheduler: the state at the end of an answer is "
-        "not known (--disable-overlap-schedule)": (
-            flags.speculative_algorithm is not None and not flags.disable_overlap_schedule
-        ),
         "--speculative-algorithm with recurrent layers: tested with gated delta rules and EAGLE, NEXTN or STANDALONE": (
             flags.speculative_algorithm not in (None, "EAGLE", "STANDALONE")
             or (flags.speculative_algorithm is not None and hybrid_gdn_config(config) is None)
@@ -152,6 +148,8 @@ class RecurrentLayers:
     """The recurrent layers of a `ModelRunner`.
 
     pool: of what chunks do to states.  max_pieces: how many pieces a pass has memory for.
+    knows_ends: whether the state of a request that ends is known. With drafts and the overlap scheduler it has gone on
+        over a run of which nobody hears.
     pieces: of the current pass; None if SGLang's own description will do.
     written: what to write where at the end of the pass, by the backend.
     """
@@ -161,6 +159,8 @@ class RecurrentLayers:
         self.pool = StatePool(layout, min(num_states, runner.token_to_kv_pool.size), runner.device)
         self._requests, self._streams = runner.req_to_token_pool, torch.get_device_module(runner.device)
         self._of_passes = self._streams.current_stream()
+        flags = flags_of(runner.server_args)
+        self.knows_ends = flags.speculative_algorithm is None or flags.disable_overlap_schedule
         self.pieces: Pieces | None = None
         self.finish: Callable[[], None] = lambda: None
         logger.info(
@@ -170,6 +170,11 @@ class RecurrentLayers:
             self.pool.size * layout.slot_bytes / 1e9,
             self.max_pieces,
         )
+        if not self.knows_ends:
+            logger.info(
+                "sglang-lazy: with drafts and the overlap scheduler, a second turn computes the text of earlier turns "
+                "again; --disable-overlap-schedule avoids that"
+            )
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[None]:
