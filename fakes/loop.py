@@ -11,7 +11,7 @@ from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import fill_of, linked
-from sglang_lazy.port.scheduler import reports
+from sglang_lazy.port.scheduler import upkeep
 
 A, B, C, D = ((CHUNK, (i, i + 1, i + 2, i + 3)) for i in (1, 5, 9, 12))
 QUESTION = (TEXT, (15,))
@@ -77,7 +77,7 @@ class Loop(Scheduler):
 
     def counts(self, req: Req) -> tuple[int, int, int]:
         """What results report for `req`: cached tokens, how many of these are in chunks, and the hit mask."""
-        details = reports.cached_tokens_details(req, linked(req))
+        details = upkeep.cached_tokens_details(req, linked(req))
         assert details["device"] + details["host"] + details.get("storage", 0) == req.cached_tokens
         return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
 

@@ -23,7 +23,7 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.repairs import scheduler as repairs
-from sglang_lazy.port.scheduler import control, idle, schedule_policy
+from sglang_lazy.port.scheduler import control, schedule_policy, upkeep
 from sglang_lazy.port.scheduler import steps as hooks
 
 
@@ -53,7 +53,7 @@ def _with_hook(stock: Callable, hook: Hook) -> Callable:
 
 Batch = hooked(ScheduleBatch, hooks)
 _Policy, Adder = hooked(SchedulePolicy, schedule_policy), hooked(PrefillAdder, schedule_policy)
-_Stock = hooked(sglang_scheduler.Scheduler, hooks, control, schedule_policy, idle)
+_Stock = hooked(sglang_scheduler.Scheduler, hooks, control, schedule_policy, upkeep)
 _NOTHING = types.SimpleNamespace
 
 
@@ -217,7 +217,7 @@ class Scheduler(_Stock):
             self.result_queue.popleft()
         self.last_batch = batch
         if batch is None:
-            idle.check(self)
+            upkeep.check(self)
 
     def run(self, max_steps: int = 200) -> None:
         """Take steps until every request is answered."""

@@ -7,7 +7,7 @@ from sglang.srt.managers.schedule_batch import Req
 from fakes.loop import Loop
 from fakes.storage import Storage
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.scheduler import reports
+from sglang_lazy.port.scheduler import upkeep
 
 
 def new_server(storage: Storage, **options: Any) -> Loop:
@@ -26,5 +26,5 @@ def storage_with(*chunks: tuple, storage: Storage | None = None) -> Storage:
 
 def details(req: Req) -> tuple[int, int, int, int]:
     """Cached tokens of a request on the device, on the host and in storage, and how many of them were in chunks."""
-    reported = reports.cached_tokens_details(req, linked(req))
+    reported = upkeep.cached_tokens_details(req, linked(req))
     return reported["device"], reported["host"], reported.get("storage", 0), reported["chunk"]

@@ -38,8 +38,8 @@ from sglang_lazy.chunks.counts import Census
 from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.scheduler import idle
-from sglang_lazy.port.scheduler.reports import cached_tokens_details
+from sglang_lazy.port.scheduler import upkeep
+from sglang_lazy.port.scheduler.upkeep import cached_tokens_details
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving.chunk_lists import list_arguments
@@ -130,7 +130,7 @@ class Served:
     def collection(self, set_aside: bool) -> list[float]:
         """One full garbage collection.  set_aside: first freeze the objects that servers exclude from collection."""
         if set_aside:
-            idle.set_aside(None, self.host)
+            upkeep.set_aside(None, self.host)
         start = time.thread_time_ns()
         gc.collect()
         times = [(time.thread_time_ns() - start) / 1e6]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 
-from sglang_lazy.port.repairs import adapters
+from sglang_lazy.port.repairs import http as repairs
 
 
 @pytest.fixture
@@ -15,14 +15,14 @@ def registry():
     """A registry with the adapters x and y, whose ids are 1 and 2."""
     registry = LoRARegistry([LoRARef(lora_id=str(i), lora_name=name) for i, name in enumerate("xy", 1)])
     manager = SimpleNamespace(lora_registry=registry, rid_to_state={})
-    adapters.show_states(None, manager)
+    repairs.show_states(None, manager)
     return registry
 
 
 def acquired(registry, names):
     """What `acquire` answers without waiting for anything, so that no other task runs in between."""
     with pytest.raises(StopIteration) as answer:
-        adapters.acquire(inspect.unwrap(LoRARegistry.acquire), registry, names).send(None)
+        repairs.acquire(inspect.unwrap(LoRARegistry.acquire), registry, names).send(None)
     return answer.value.value
 
 
@@ -38,8 +38,8 @@ def test_an_adapter_is_in_use_while_a_request_has_its_id(registry):
 
     async def unload():
         forget = inspect.unwrap(LoRARegistry.wait_for_unload)
-        waiting = asyncio.ensure_future(adapters.wait_for_unload(forget, registry, await registry.unregister("x")))
-        await asyncio.sleep(3 * adapters.POLL)
+        waiting = asyncio.ensure_future(repairs.wait_for_unload(forget, registry, await registry.unregister("x")))
+        await asyncio.sleep(3 * repairs.POLL)
         assert not waiting.done()
         del registry.request_states["r"]
         await asyncio.wait_for(waiting, timeout=60)
@@ -48,7 +48,7 @@ def test_an_adapter_is_in_use_while_a_request_has_its_id(registry):
         obj = SimpleNamespace(lora_id=acquired(registry, name))
         registry.request_states[rid] = SimpleNamespace(obj=obj)
     acquired(registry, ["x"] * 3)
-    asyncio.run(adapters.release(inspect.unwrap(LoRARegistry.release), registry, "1"))
+    asyncio.run(repairs.release(inspect.unwrap(LoRARegistry.release), registry, "1"))
     asyncio.run(unload())
     assert acquired(registry, "y") == "2"
 
@@ -58,5 +58,5 @@ def test_several_workers_keep_their_adapters():
         raise AssertionError("not refused")
 
     manager = SimpleNamespace(server_args=SimpleNamespace(tokenizer_worker_num=2))
-    answer = asyncio.run(adapters.refuse_with_workers(change, manager, None))
+    answer = asyncio.run(repairs.refuse_with_workers(change, manager, None))
     assert not answer.success and "--lora-paths" in answer.error_message

@@ -13,7 +13,7 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
 from fakes.stored import details, new_server
-from sglang_lazy.port.model.identity import adapter_identity, identity_of, model_identity
+from sglang_lazy.port.cache.storage import adapter_identity, identity_of, model_identity
 from sglang_lazy.serving.chunk_lists import with_adapter_names
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

@@ -10,8 +10,8 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import fill_of
-from sglang_lazy.port.scheduler import idle
 from sglang_lazy.port.scheduler import steps as hooks
+from sglang_lazy.port.scheduler import upkeep
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -295,7 +295,7 @@ def test_the_idle_check_finds_leaks(forget):
     fill, _ = scheduler.visible()
     fills = dict(scheduler.store.pending)
     scheduler.run()
-    idle.check(scheduler)
+    upkeep.check(scheduler)
     if forget == "lock":
         scheduler.tree_cache.tree.lock(scheduler.store.find(req.lazy.prompt.chunks[0]))
     elif forget == "holder":
@@ -303,7 +303,7 @@ def test_the_idle_check_finds_leaks(forget):
     else:
         scheduler.store.pending.update(fills)
     with pytest.raises(RuntimeError, match="idle, but"):
-        idle.check(scheduler)
+        upkeep.check(scheduler)
 
 
 @both_loops

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from fakes.loop import QUESTION, A, B, C, Loop
-from sglang_lazy.port.scheduler import idle
+from sglang_lazy.port.scheduler import upkeep
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -40,15 +40,15 @@ def test_an_idle_scheduler_freezes_its_chunks(by_hand):
     loop = Loop()
     loop.warm(A, B, C)
     slots = [weakref.ref(chunk.node.slots) for chunk in loop.store.catalog]
-    for _ in range(idle.COLLECTIONS):
-        idle.collect(loop)
+    for _ in range(upkeep.COLLECTIONS):
+        upkeep.collect(loop)
         assert in_sight(loop) == 3
         gc.collect(1)
     loop.submit([A, QUESTION], "r")
-    idle.collect(loop)
+    upkeep.collect(loop)
     assert in_sight(loop) == 3
     loop.run()
-    idle.collect(loop)
+    upkeep.collect(loop)
     assert in_sight(loop) == 0
     loop.pools.flush()
     assert [kept() for kept in slots[1:]] == [None] * 2  # SGLang's last batch still refers to the first
@@ -60,6 +60,6 @@ def test_a_scheduler_without_chunks_is_left_alone(by_hand):
     gc.collect(1)
     gc.collect(1)
     loop.tree_cache.admission = None
-    idle.collect(loop)
-    idle.set_aside(None, loop)
+    upkeep.collect(loop)
+    upkeep.set_aside(None, loop)
     assert in_sight(loop) == 1

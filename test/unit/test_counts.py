@@ -7,8 +7,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.core.state import linked
-from sglang_lazy.port.scheduler import reports
+from sglang_lazy.core.state import linked, unused_hits
+from sglang_lazy.port.scheduler import upkeep
+from sglang_lazy.scheduler.reuse import hits_by_chunk
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -107,7 +108,7 @@ def test_a_cached_chunk_is_a_hit_whatever_the_policy_keeps_of_it(link, overlap):
     before = (counts.num_references, counts.num_hits, counts.num_reused_tokens)
     req = scheduler.submit([QUESTION, A, QUESTION, B, C, QUESTION], "r", link=link, max_new_tokens=2)
     scheduler.run()
-    _, options = reports.report_reuse(None, get_cached_tokens_details=lambda req: None)
+    _, options = upkeep.report_reuse(None, get_cached_tokens_details=lambda req: None)
     details = options["get_cached_tokens_details"](req)
     assert int(details["chunk_hits"], 16) == 0b011
     kept = {} if req.lazy is None else {chunk.index: chunk.num_kept for chunk in req.lazy.prompt.chunks}
@@ -127,4 +128,4 @@ def test_chunks_that_a_prompt_had_computed_are_no_hits(link, overlap):
     scheduler.run()
     req = scheduler.submit([QUESTION, A, QUESTION, B, QUESTION], "r", link=link, max_new_tokens=1)
     scheduler.run()
-    assert reports.hits_by_chunk(req, linked(req))["chunk_hits"] == "0"
+    assert hits_by_chunk(linked(req), unused_hits(req), is_finished=True)["chunk_hits"] == "0"

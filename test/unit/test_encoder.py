@@ -18,7 +18,7 @@ from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.core.state import ChunkNodes, RowNodes, linked
-from sglang_lazy.port.scheduler import reports
+from sglang_lazy.port.scheduler import upkeep
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -236,7 +236,7 @@ def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
     loop.run()
     assert sorted(loop.pools.encoded) == sorted([DOCS[4], DOCS[5], DOCS[2]])
     loaded = len(DOCS[4]) + len(DOCS[5])
-    details = reports.cached_tokens_details(req, linked(req))
+    details = upkeep.cached_tokens_details(req, linked(req))
     assert (req.cached_tokens, details["host"], details["device"], details["chunk"]) == (loaded, loaded, 0, loaded)
 
 
@@ -309,7 +309,7 @@ def test_a_server_finds_what_another_stored():
     second.pools.contents = first.pools.contents
     req = second.submit(DOCS[5], DOCS[4])
     second.run()
-    details = reports.cached_tokens_details(req, linked(req))
+    details = upkeep.cached_tokens_details(req, linked(req))
     assert not second.pools.encoded and details["storage"] == req.cached_tokens == len(DOCS[4]) + len(DOCS[5])
 
 

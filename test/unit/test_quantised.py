@@ -19,7 +19,7 @@ from triton_kernels.tensor_details import layout
 from oracle.block_mask import load_model
 from oracle.models.build import build_model
 from oracle.quantised import FORMATS, GROUP, WITH_EXPERTS, awq, fp8_blocks, gptq, int4_groups, quantised, round_inputs
-from sglang_lazy.port.model.identity import model_identity
+from sglang_lazy.port.cache.storage import model_identity
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 METHODS = {**BASE_QUANTIZATION_METHODS, "mxfp4": mxfp4.Mxfp4Config}  # which SGLang lists only where it runs

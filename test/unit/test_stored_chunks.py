@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from fakes.chunk_server import A, B, C, Server, chunk_of, storage_with
 from fakes.storage import Storage
 from sglang_lazy.cache.host_memory import HostMemory
+from sglang_lazy.port.cache import storage as identities
 from sglang_lazy.port.cache.storage import TensorBackend
-from sglang_lazy.port.model import identity as identities
 from sglang_lazy.storage import chunk_objects
 from sglang_lazy.storage.calls import Outcome
 from sglang_lazy.storage.chunk_objects import ChunkObjects

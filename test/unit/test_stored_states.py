@@ -9,7 +9,7 @@ from test_stored_chunks import runner_of
 from fakes.chunk_server import A, B, C, D, Server, chunk_of, storage_with
 from fakes.host_tree import LAYOUT
 from fakes.storage import Storage
-from sglang_lazy.port.model.identity import identity_of
+from sglang_lazy.port.cache.storage import identity_of
 from sglang_lazy.storage import chunk_objects
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

@@ -8,7 +8,7 @@ from fakes.requests import CHUNK, TEXT
 from sglang_lazy.cache.host_copy import HostWatcher
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.scheduler import reports
+from sglang_lazy.port.scheduler import upkeep
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -29,7 +29,7 @@ def with_chunks_on_host(*chunks, **options):
 
 
 def details(req):
-    reported = reports.cached_tokens_details(req, linked(req))
+    reported = upkeep.cached_tokens_details(req, linked(req))
     return reported["device"], reported["host"], reported["chunk"]
 
 

@@ -73,10 +73,10 @@ def declared() -> tuple[Hook, ...]:
     from sglang_lazy.port import cpu, graphs
     from sglang_lazy.port.comb import pool as comb_pool
     from sglang_lazy.port.model import drafts, model_runner, recurrent
-    from sglang_lazy.port.repairs import adapters, processes
     from sglang_lazy.port.repairs import http as http_repairs
+    from sglang_lazy.port.repairs import processes
     from sglang_lazy.port.repairs import scheduler as scheduler_repairs
-    from sglang_lazy.port.scheduler import control, idle, reports, schedule_policy, steps
+    from sglang_lazy.port.scheduler import control, schedule_policy, steps, upkeep
     from sglang_lazy.port.serving import (
         chat,
         completions,
@@ -92,7 +92,6 @@ def declared() -> tuple[Hook, ...]:
     modules = (
         cpu,
         http_repairs,
-        adapters,
         scheduler_repairs,
         processes,
         control,
@@ -112,8 +111,7 @@ def declared() -> tuple[Hook, ...]:
         responses,
         messages,
         usage,
-        reports,
-        idle,
+        upkeep,
     )
     return tuple(hook for module in modules for hook in module.HOOKS)
 

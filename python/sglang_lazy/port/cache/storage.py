@@ -1,11 +1,13 @@
-"""Connect the storage backend of SGLang's that its flags name, and give it objects: uint8 tensors of any length."""
+"""SGLang's storage: connect the backend that its flags name, give it objects (uint8 tensors of any length), and name
+these by the model or adapter that they are of."""
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ from sglang.srt.observability.metrics_collector import (
 from sglang_lazy.cache.host import HostKV
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.port.facts import dp_rank, flags_of, tp_rank, tp_size
-from sglang_lazy.port.model.identity import identity_of
 from sglang_lazy.recurrent.pool import StateLayout
+from sglang_lazy.storage import identity
 from sglang_lazy.storage.chunk_objects import ChunkObjects
 from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
 from sglang_lazy.storage.report import COUNTERS, WAITS, StorageReport, counters_of
@@ -140,10 +142,10 @@ def connect_storage(
     backend = _backend(flags.hicache_storage_backend, extra)
     objects = ChunkObjects(backend, host.memory, state_memory)
 
-    def identity(adapter: str | None) -> bytes | None:
+    def identify(adapter: str | None) -> bytes | None:
         return identity_of(runners, adapter, states)
 
-    return ChunkStorage(store, host, objects, identity, agree, report, patience)
+    return ChunkStorage(store, host, objects, identify, agree, report, patience)
 
 
 def _ranks() -> dict[str, int]:
@@ -201,3 +203,52 @@ def measured_storage(token_size: int, state_size: int, labels: Mapping[str, Any]
     waits = Histogram("sglang_lazy:storage_fetch_seconds", text, list(labels), buckets=WAITS).labels(**labels)
     counters = counters_of("storage", COUNTERS, labels)
     return StorageReport(token_size, state_size, log_stored, log_fetched, counters, waits.observe)
+
+
+def identity_of(runners: Sequence[Any], adapter: str | None, states: StateLayout | None = None) -> bytes | None:
+    """SHA-256 of the model of a `ModelRunner`, with that of the draft's if there is one, and with the layout of the
+    states of recurrent layers if it has any; or of the LoRA adapter with this id; None if it is not loaded."""
+    if adapter is None:
+        of_states = [] if states is None else [repr(states).encode()]  # whose types depend on flags and the environment
+        return identity.joined([*map(model_identity, runners), *of_states])
+    loaded = runners[0].lora_manager.loras.get(adapter)
+    return None if loaded is None else adapter_identity(loaded)
+
+
+def model_identity(runner: Any) -> bytes:
+    """SHA-256 of a `ModelRunner`'s model, its KV cache dtype, and its part of the heads."""
+    facts = identity.config_facts(runner.model_config.hf_config.to_dict())
+    facts += repr((str(runner.kv_cache_dtype), tp_rank(), tp_size())).encode()
+    return identity.identity_of(facts, _weights(runner.model))
+
+
+def adapter_identity(loaded: Any) -> bytes:
+    """SHA-256 of a `LoRAAdapter`: its weights, on the host, its rank and its scaling."""
+    facts = repr((loaded.config.r, loaded.scaling)).encode()
+    parts = *(layer.weights for layer in loaded.layers), loaded.embedding_layers
+    return identity.identity_of(facts, *(part.items() for part in parts))
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors that a model's layers compute with, by name."""
+    stored = model.state_dict().keys()  # other buffers are tables, computed from the config and the server's flags
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    for name, weight in itertools.chain(model.named_parameters(), buffers, _experts_of_methods(model)):
+        name = name.replace(".base_layer.", ".")  # layers that take adapters have their parameters one module deeper
+        yield name, weight
+        # The quantization state of bitsandbytes is an attribute of the weight, in parts if several weights are fused.
+        for part, state in getattr(weight, "bnb_quant_state", {}).items():
+            values = {"scale": state} if isinstance(state, torch.Tensor) else state.as_dict()
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor | float):
+                    yield f"{name}.{part}.{key}", torch.as_tensor(value)
+
+
+def _experts_of_methods(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of experts that are not parameters: those in MXFP4 belong to the method that computes with them, as
+    tensors of `triton_kernels`."""
+    for name, module in model.named_modules():
+        for attribute in ("w13_weight_triton_tensor", "w2_weight_triton_tensor"):
+            tensor = getattr(getattr(module, "quant_method", None), attribute, None)
+            if tensor is not None:
+                yield f"{name}.{attribute}", tensor.storage.data

@@ -25,7 +25,7 @@ from sglang_lazy.port.comb.pool import new_encoder
 from sglang_lazy.port.facts import SchedulerFacts, admission_of, dp_rank
 from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.model_runner import server_traits
-from sglang_lazy.port.scheduler import reports
+from sglang_lazy.port.scheduler import upkeep
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.preambles import check_default_preamble, neutral_preamble
@@ -51,7 +51,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             tiers.transfers.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.control.dp_rank = dp_rank()
         scheduler.tree_cache.admission.warnings.speaks = scheduler.metrics_reporter.is_stats_logging_rank
-        reports.attach_metrics(scheduler)
+        upkeep.attach_metrics(scheduler)
 
 
 def new_admission(

@@ -1,0 +1,129 @@
+"""What a scheduler does beside its steps: it tells of reused tokens and of chunks, and while nothing runs collects
+garbage and checks that nothing is locked.
+
+Python's garbage collector must not pause the scheduler, and a full collection visits every object. Those of SGLang's
+modules and of cached chunks are many and long-lived: with 50,000 chunks, a collection would stop the scheduler for a
+second. So they are frozen, which exempts them from collection; reference counting still frees them.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_lazy.chunks.metrics import ChunkMetrics
+from sglang_lazy.core.state import LinkedRequest, linked, unused_hits
+from sglang_lazy.port.facts import admission_of
+from sglang_lazy.port.hooks import on
+from sglang_lazy.scheduler.reuse import hits_by_chunk, reused_tokens
+
+COLLECTIONS = 2
+"""Freeze after so many collections of the middle generation, each after some thousands of new objects."""
+_METRICS = "_sglang_lazy_chunk_metrics"
+
+
+def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
+    """Before `_GenerationStreamAccumulator.__init__`, once a step: add chunks to the details that it asks for.
+
+    A hook on the method that it asks would cost plain traffic most of all: it is called for every token.
+    """
+
+    def details(req: Req) -> dict | None:
+        state = linked(req)
+        if state is None and not unused_hits(req):
+            return get_cached_tokens_details(req)
+        if state is None:
+            return {
+                **(get_cached_tokens_details(req) or {"device": 0, "host": 0}),
+                "chunk": 0,
+                **hits_by_chunk(None, unused_hits(req), req.finished()),
+            }
+        reported = cached_tokens_details(req, state)
+        if "storage" in reported:  # as SGLang reports it
+            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name
+        return reported
+
+    return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
+
+
+def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
+    """What results report of a linked request."""
+    return reused_tokens(state, req.cached_tokens, unused_hits(req), req.finished())
+
+
+def attach_metrics(scheduler: Any) -> None:
+    """Publish the chunk metrics of a scheduler whose cache has chunks, if its metrics are enabled."""
+    if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+        collector = scheduler.metrics_collector
+        setattr(collector, _METRICS, ChunkMetrics(scheduler.tree_cache.store, collector.labels))
+
+
+def publish(collector: Any) -> None:
+    metrics = getattr(collector, _METRICS, None)
+    if metrics is not None:
+        metrics.publish()
+
+
+def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
+    """After `SchedulerMetricsCollector.log_stats`."""
+    publish(collector)
+
+
+def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `Scheduler.__init__`: freeze all objects, which will stay."""
+    if admission_of(scheduler) is not None:
+        gc.collect()
+        gc.freeze()
+
+
+def on_idle(original: Callable, scheduler: Any) -> None:
+    """Around `Scheduler.on_idle`, which may sleep until a request comes, and logs statistics every 30 seconds."""
+    publish(scheduler.metrics_collector)
+    collect(scheduler)
+    original(scheduler)
+    check(scheduler)
+
+
+def collect(scheduler: Any) -> None:
+    """Collect, and freeze what is left: nothing runs or waits, so these objects will stay."""
+    if gc.get_count()[2] >= COLLECTIONS and scheduler.is_fully_idle() and admission_of(scheduler) is not None:
+        gc.collect()
+        gc.freeze()
+
+
+def check(scheduler: Any) -> None:
+    """Nothing is locked when nothing runs."""
+    admission = admission_of(scheduler)
+    if admission is not None and scheduler.is_fully_idle():
+        admission.check_idle()
+
+
+def is_fully_idle(
+    original: Callable, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
+) -> bool:
+    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text.
+
+    And a paused scheduler is idle if nothing has a row, whoever asks: in SGLang a flush that may wait, unlike one that
+    may not, would wait for its queue.
+    """
+    if for_health_check:
+        return original(scheduler, for_health_check, ignore_waiting)
+    idle = original(scheduler, for_health_check, ignore_waiting or scheduler._engine_paused)
+    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
+
+
+_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
+HOOKS = (
+    _SCHEDULER.required(
+        "is_fully_idle", is_fully_idle, "AROUND", "scheduler", "a scheduler that copies chunks is not idle"
+    ),
+    _SCHEDULER.feature("__init__", set_aside, "AFTER", "garbage collection does not visit what stays"),
+    _SCHEDULER.required("on_idle", on_idle, "AROUND", "scheduler", "an idle scheduler checks its locks"),
+    on("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator").required(
+        "__init__", report_reuse, "BEFORE", "scheduler", "answers report reused chunks"
+    ),
+    on("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector").feature(
+        "log_stats", log_stats, "AFTER", "metrics of chunks"
+    ),
+)
