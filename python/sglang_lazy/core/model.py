@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from sgl_kernel_lazy import rope_cos_sin
+from sgl_kernel_lazy import rope_cos_sin, rotate_queries
 from sgl_kernel_lazy.layer import Layer
 
 T = TypeVar("T")
@@ -34,6 +34,26 @@ class LayerRope:
         num_rows, rotary_dim = self.cos_sin_cache.shape
         device = self.cos_sin_cache.device
         return LayerRope(torch.zeros(rotary_dim // 2), num_rows - MAX_PREAMBLE_LEN, self.is_neox, device)
+
+    def misfit(self, places: Sequence[int], seen: Sequence[torch.Tensor]) -> str | None:
+        """The first position m at which R(-m) does not rotate q and k back to those of position 0, as text; or None.
+
+        seen: q and k of one token at position 0 and at `places`, each [1 + len(places), heads, head_dim].
+        """
+        for row, position in enumerate(places, 1):
+            off = 0.0
+            for rotated in seen:
+                back = rotate_queries(rotated[row], position, self.cos_sin_cache, is_neox=self.is_neox, inverse=True)
+                reference = rotated[0].double()
+                off = max(off, ((back.double() - reference).norm() / reference.norm()).item())
+            # The model's angles are products in fp32.
+            bound = 4 * torch.finfo(seen[0].dtype).eps + 1e-4 + position * torch.finfo(torch.float32).eps
+            if not off <= bound:
+                return (
+                    f"rotating a query or key back from position {position} does not give that of position 0 "
+                    f"(relative error {off:.2g}, at most {bound:.2g} expected)"
+                )
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +103,15 @@ class AttentionLayer:
     @functools.cached_property
     def decode_plan(self) -> "DecodePlan":
         return DecodePlan(self.window, self.kernels, self.num_qo_heads, self.num_kv_heads, self.head_dim)
+
+
+def add_layer(layers: dict[int, AttentionLayer], layer_id: int, layer: AttentionLayer) -> None:
+    """Add a layer.  layer_id: layers that read another layer's KV have that layer's.
+
+    Raises ValueError if `layer` differs from one with the same id.
+    """
+    if layers.setdefault(layer_id, layer) != layer:
+        raise ValueError(f"layers that read the KV of layer {layer_id} differ in more than their queries")
 
 
 class DecodePlan(NamedTuple):

@@ -6,7 +6,7 @@ after the chunk from zero. A short convolution's state is its last inputs, which
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -43,6 +43,11 @@ class StateLayout:
         return heads, v_dim + k_dim, k_dim
 
     @property
+    def min_chunk(self) -> int:
+        """How many tokens a chunk must have for the last inputs after it to be its own."""
+        return max(shape[-1] for shape in self.conv)
+
+    @property
     def slot_bytes(self) -> int:
         """The size of one chunk's slot in all layers, in bytes."""
         convs = sum(torch.Size(shape).numel() for shape in self.conv) * self.conv_dtype.itemsize
@@ -59,6 +64,26 @@ class StateLayout:
             return self.slot_bytes
         heads, v_dim, k_dim = self.wide or (self.ssm[0], 2 * self.ssm[1], self.ssm[2])
         return 3 * heads * v_dim * k_dim * torch.float32.itemsize
+
+
+PIECES_SHARE = 8
+"""One in so many bytes of the memory for states is for the pieces of a pass."""
+
+
+class StateMemory(NamedTuple):
+    """What fits into the memory for states of chunks.
+
+    num_states: in the pool.  max_pieces: of one pass, beside it.
+    """
+
+    num_states: int
+    max_pieces: int
+
+    @classmethod
+    def within(cls, num_bytes: float, layout: StateLayout) -> "StateMemory":
+        for_pieces = num_bytes / PIECES_SHARE
+        pieces = max(2, int(for_pieces / layout.piece_bytes))
+        return cls(int((num_bytes - for_pieces) / layout.slot_bytes), pieces)
 
 
 class StatePool:

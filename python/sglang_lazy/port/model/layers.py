@@ -4,7 +4,7 @@ check that nothing changes queries and keys between their rotation and attention
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,7 @@ from sglang.srt.layers.rotary_embedding import base, mrope, rope_variant, yarn
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sgl_kernel_lazy import rotate_queries
-from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer, LayerRope
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer, LayerRope, add_layer
 from sglang_lazy.port.comb.pool import NO_ROTATION
 
 
@@ -153,15 +152,6 @@ def describe_layers(model: torch.nn.Module, max_position: int, device: str | tor
     return layers
 
 
-def add_layer(layers: dict[int, AttentionLayer], layer_id: int, layer: AttentionLayer) -> None:
-    """Add a layer.  layer_id: SGLang's; layers that read another layer's KV have that layer's id.
-
-    Raises ValueError if `layer` differs from one with the same id.
-    """
-    if layers.setdefault(layer_id, layer) != layer:
-        raise ValueError(f"layers that read the KV of layer {layer_id} differ in more than their queries")
-
-
 @torch.inference_mode()
 def run_layer(
     module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype, rotation: Any = None
@@ -213,27 +203,6 @@ def run_layer(
     return places, list(seen.values()), sinks
 
 
-def first_misfit(rope: LayerRope, places: Sequence[int], seen: Sequence[torch.Tensor]) -> str | None:
-    """The first position m at which R(-m) does not rotate q and k back to those of position 0, as text; or None.
-
-    places, seen: from `run_layer`.
-    """
-    for row, position in enumerate(places, 1):
-        off = 0.0
-        for rotated in seen:
-            back = rotate_queries(rotated[row], position, rope.cos_sin_cache, is_neox=rope.is_neox, inverse=True)
-            reference = rotated[0].double()
-            off = max(off, ((back.double() - reference).norm() / reference.norm()).item())
-        # The model's angles are products in fp32.
-        bound = 4 * torch.finfo(seen[0].dtype).eps + 1e-4 + position * torch.finfo(torch.float32).eps
-        if not off <= bound:
-            return (
-                f"rotating a query or key back from position {position} does not give that of position 0 "
-                f"(relative error {off:.2g}, at most {bound:.2g} expected)"
-            )
-    return None
-
-
 def check_layers(
     model: torch.nn.Module, layers: Mapping[int, AttentionLayer], hidden_size: int, dtype: torch.dtype
 ) -> dict[int, AttentionLayer]:
@@ -253,11 +222,11 @@ def check_layers(
         except Exception as error:
             raise ValueError(f"{name} cannot be checked: {error or repr(error)}") from error
         rope = layers[layer_id].rope
-        if misfit := first_misfit(rope, places, seen):
+        if misfit := rope.misfit(places, seen):
             if rope not in still:
                 still[rope] = rope.still()
             rope = still[rope]
-            if first_misfit(rope, places, seen):
+            if rope.misfit(places, seen):
                 raise ValueError(f"{name}: {misfit}")
         add_layer(checked, layer_id, dataclasses.replace(layers[layer_id], rope=rope, sinks=sinks))
     return checked

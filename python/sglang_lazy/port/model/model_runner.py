@@ -32,7 +32,7 @@ from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
 from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
 from sglang_lazy.port.model.layers import attention_layers, check_layers, describe_layers, window_of
-from sglang_lazy.port.model.recurrent import RecurrentLayers, min_chunk, state_layout, unfit_states
+from sglang_lazy.port.model.recurrent import RecurrentLayers, state_layout, unfit_states
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def server_traits(runner: Any) -> ServerTraits:
         cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
         recurrent=layout is not None,
-        min_chunk=0 if layout is None else min_chunk(layout),
+        min_chunk=0 if layout is None else layout.min_chunk,
         preambles=layout is None or layout.ssm is not None,  # short convolutions do not show their inputs
     )
 

@@ -29,7 +29,7 @@ from sglang_lazy.port.facts import flags_of, pass_of
 from sglang_lazy.port.hooks import on
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
 from sglang_lazy.recurrent.pieces import Pieces
-from sglang_lazy.recurrent.pool import StateLayout, StatePool, Transition
+from sglang_lazy.recurrent.pool import StateLayout, StateMemory, StatePool, Transition
 from sglang_lazy.recurrent.rows import RowStates, rows_of
 
 logger = logging.getLogger(__name__)
@@ -86,25 +86,6 @@ def state_layout(config: Any) -> StateLayout | None:
     return recurrence.layout if recurrence is not None and recurrence.keeps_states else None
 
 
-class StateMemory(NamedTuple):
-    """What fits into the memory for states of chunks.
-
-    num_states: in the pool.  max_pieces: of one pass, beside it.
-    """
-
-    num_states: int
-    max_pieces: int
-
-    @classmethod
-    def within(cls, num_bytes: float, layout: StateLayout) -> "StateMemory":
-        for_pieces = num_bytes / PIECES_SHARE
-        pieces = max(2, int(for_pieces / layout.piece_bytes))
-        return cls(int((num_bytes - for_pieces) / layout.slot_bytes), pieces)
-
-
-PIECES_SHARE = 8
-"""One in so many bytes of the memory for states is for the pieces of a pass."""
-
 _memories = weakref.WeakKeyDictionary[Any, StateMemory]()
 """By SGLang's `ModelConfig`: what `leave_room` has set aside."""
 
@@ -137,11 +118,6 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         "--enable-page-major-kv-layout: the states of a layer are not in one tensor": flags.enable_page_major_kv_layout,
     }
     return [reason for reason, applies in wanted.items() if applies]
-
-
-def min_chunk(layout: StateLayout) -> int:
-    """How many tokens a chunk must have for the last inputs after it to be its own."""
-    return max(shape[-1] for shape in layout.conv)
 
 
 class RecurrentLayers:
@@ -185,7 +161,7 @@ class RecurrentLayers:
             return
         states = batch.tree_cache.store.states
         slots = [RowStates() if linked(req) is None else self._slots(states, req) for req in batch.reqs]
-        width = min_chunk(self.pool.layout)
+        width = self.pool.layout.min_chunk
         self.pieces = Pieces.of(rows_of(current, slots), width, torch.device(self.pool.conv[0].device))
         try:
             yield
