@@ -238,7 +238,11 @@ HOOKS = (
     ),
     *(
         _UPDATER.repair(
-            name, when_idle, "AROUND", "weight updates wait for an idle scheduler", "SGLang postpones or refuses them"
+            name,
+            when_idle,
+            "AROUND",
+            "weight updates wait for an idle scheduler",
+            "SGLang refuses them before it changes anything",
         )
         for name in _NEED_IDLE
     ),
