@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.requests import choose_rank, learned
 from sglang_lazy.serving.plans import Plan
@@ -24,8 +25,10 @@ class Server:
         for chunk in chunks:
             places.append((len(ids), len(ids) + len(chunk)))
             ids += chunk
+        plan = Plan.of(tuple(places), get_policy(link))
         obj = SimpleNamespace(
             **{
+                "sampling_params": {"custom_params": {LAYOUT_PARAM: plan.pack()}},
                 "routed_dp_rank": rank,
                 "extra_key": None,
                 "cache_salt": None,
@@ -34,7 +37,7 @@ class Server:
                 **fields,
             }
         )
-        choose_rank(self.manager, obj, Plan.of(tuple(places), get_policy(link)), ids)
+        choose_rank(self.manager, obj, plan, ids)
         self.manager.rid_to_state[id(obj)] = SimpleNamespace(obj=obj)
         return obj
 

@@ -19,7 +19,7 @@ from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.serving.requests import share_report
+from sglang_lazy.port.serving.requests import served, share_report
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
 from sglang_lazy.port.serving.usage import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.serving.plans import Plan
@@ -159,6 +159,16 @@ def test_samples_of_one_prompt_report_what_the_prompt_found():
         for key in ("cached_tokens", "cached_tokens_details", "chunks"):
             assert sample[key] == prompt[key]
     assert sample["cached_tokens"] == 0 and not any(chunk["hit"] for chunk in sample["chunks"])
+
+
+def test_prompts_with_the_same_parameters_share_no_report():
+    """As those of a batch that only carry its salt."""
+    one, other = request(), request()
+    other.sampling_params = one.sampling_params
+    for obj in (one, other):
+        share_report(obj)
+    reports = [served(obj, PLAN).shared for obj in (one, copy.copy(one), other)]
+    assert reports[0] is reports[1] is not reports[2] and reports[2] is not None
 
 
 def test_every_prompt_is_remembered_once():
