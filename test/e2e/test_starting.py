@@ -79,7 +79,13 @@ SGLANG_LAZY_SERVE = ["-m", "sglang_lazy", "serve", "--model-path"]
 """Commands that a model and flags follow."""
 
 
-@pytest.fixture(params=[SGLANG_SERVE, SGLANG_LAZY_SERVE], ids=["sglang serve", "sglang-lazy serve"])
+# By day, test/unit/test_commands.py shows which module `sglang-lazy serve` runs, and test_readme.py runs that one.
+@pytest.fixture(
+    params=[
+        pytest.param(SGLANG_SERVE, id="sglang serve"),
+        pytest.param(SGLANG_LAZY_SERVE, id="sglang-lazy serve", marks=pytest.mark.nightly),
+    ]
+)
 def serve(request, tmp_path):
     """The commands of other names; our backend of `sglang serve` is installed under a name of its own."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
