@@ -123,10 +123,8 @@ DRAFTING = {
 }
 TREE = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 UNFIT_TO_DRAFT = [
-    *(
-        ({"speculative_algorithm": name}, f"--speculative-algorithm {name}")
-        for name in ("DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP")
-    ),
+    *(({"speculative_algorithm": name}, f"--speculative-algorithm {name}") for name in ("DFLASH", "DSPARK", "UNO")),
+    ({"speculative_algorithm": "FROZEN_KV_MTP"}, "the model's own KV"),
     ({"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}, TREE),
     ({"speculative_num_steps": 8, "speculative_num_draft_tokens": 9}, TREE),
     ({"speculative_num_steps": 0, "speculative_num_draft_tokens": 1}, TREE),

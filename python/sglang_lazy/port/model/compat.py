@@ -87,6 +87,11 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
     """Reasons in the flags of speculative decoding."""
     if (algorithm := flags.speculative_algorithm) is None:
         return {}
+    if algorithm == "FROZEN_KV_MTP":
+        return {
+            f"--speculative-algorithm {algorithm}, which Gemma 4's assistant needs: it drafts from the model's own KV, "
+            "where a chunk's keys are rotated for other positions": True
+        }
     if algorithm not in DRAFTING:
         return {f"--speculative-algorithm {algorithm}: linked rows are verified for {', '.join(DRAFTING)}, NEXTN": True}
     steps, num_verified = flags.speculative_num_steps, flags.speculative_num_draft_tokens
