@@ -10,6 +10,7 @@ import torch
 
 from fakes import leftovers, speculation_on_cpu
 from oracle.block_mask import Oracle
+from oracle.models import MODELS
 from oracle.models.build import build
 from oracle.models.drafts import build_draft
 from oracle.scenarios import Dice
@@ -86,6 +87,18 @@ def prompts_of(dice, count):
     docs = dice.chunks(3, 20, 40)
     linked = [[dice.text(4), *dice.shuffled(docs)[:2], dice.text(5)] for _ in range(count)]
     return [prompt if i % 3 else [dice.text(40)] for i, prompt in enumerate(linked, 1)]
+
+
+def test_a_list_tells_what_the_draft_keeps_of_a_chunk(url):
+    """Keys and values of each layer, in fp32."""
+    dice = Dice("listed")
+    chunk = dice.chunk(30)
+    answer = requests.post(f"{url}/generate", json=body([chunk, dice.text(4)], 4), timeout=PATIENCE)
+    (wanted,) = answer.json()["meta_info"]["chunks"]
+    (listed,) = requests.get(f"{url}/chunks/{wanted['id']}", timeout=PATIENCE).json()["chunks"]
+    config = MODELS["llama"].config()
+    per_token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
+    assert listed["draft_bytes"] == len(chunk.ids) * per_token
 
 
 def test_requests_that_are_retracted(url, server, oracle):

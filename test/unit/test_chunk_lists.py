@@ -63,6 +63,17 @@ def test_the_fields_of_a_list():
     assert first["digest"].startswith(first["id"]) and len(first["digest"]) == 64
 
 
+def test_the_memory_that_a_draft_takes():
+    """None for a chunk that is not computed yet, and no such field without a model that drafts."""
+    loop = Loop(chunked_prefill_size=4)
+    loop.submit([A, B, QUESTION], "running")
+    loop.step()
+    assert not any("draft_bytes" in chunk for chunk in listed(loop)["chunks"])
+    loop.admission.store.draft_token_bytes = 24
+    assert {chunk["id"]: chunk["draft_bytes"] for chunk in listed(loop)["chunks"]} == {id_of(A): 4 * 24, id_of(B): 0}
+    loop.run()
+
+
 def test_users_and_states_while_requests_run():
     loop = Loop(chunked_prefill_size=4)
     loop.submit([A, B, QUESTION], "running", max_new_tokens=3)

@@ -46,15 +46,17 @@ def chunks_under_way(store: Any) -> list[CachedChunk]:
 def describe_chunk(store: Any, chunk: CachedChunk) -> dict[str, Any]:
     """A chunk's entry in a list, without its namespace; see `docs/chunks.md`."""
     node, states = chunk.node, store.states
-    of_states = {}
+    sizes = {}
     if states is not None:
         has_state = node is not None and (states.has(node) or (node.host is not None and node.host.state is not None))
-        of_states["state_bytes"] = states.pool.slot_bytes if has_state else 0
+        sizes["state_bytes"] = states.pool.slot_bytes if has_state else 0
+    if store.draft_token_bytes:
+        sizes["draft_bytes"] = 0 if node is None else chunk.num_tokens * store.draft_token_bytes
     return {
         "id": chunk_id(chunk.key.tokens),
         "digest": chunk.key.tokens.hex(),
         "tokens": chunk.num_tokens,
-        **of_states,
+        **sizes,
         "state": state_of(store, chunk),
         "tiers": [
             tier

@@ -65,6 +65,7 @@ class ChunkStore(Watcher):
     device: the pool of the tree.  windows: the part of the tree that holds window KV; None if all layers share a pool.
     states: the part that holds states of recurrent layers; None if there are none.
     host: the tree's host tier.  storage: the tier below; only with `host`.
+    draft_token_bytes: what the model that drafts keeps of a token of a chunk; 0 without one.
     pending: what computes each pending chunk, by key; maintained by the producer.
     fetching: the chunks being fetched from storage, by key; maintained by `storage`.
     """
@@ -73,6 +74,7 @@ class ChunkStore(Watcher):
         self.tree, self.device, self.windows, self.states = tree, device, windows, states
         self.host: HostKV | None = None
         self.storage: Storage | None = None
+        self.draft_token_bytes = 0
         self.pending: dict[ChunkKey, Any] = {}
         self.fetching: dict[ChunkKey, Any] = {}
         self.counts = Counts()

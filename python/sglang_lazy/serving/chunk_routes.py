@@ -94,6 +94,7 @@ async def list_chunks(
     next: the `cursor` of the page that follows, null on the last one.
     id, digest: SHA-256 of the token ids as little-endian int32: its first 16 hexadecimal digits, and all 64.
     state_bytes: with recurrent layers alone, the size of its states beside its KV.
+    draft_bytes: with a model that drafts alone, the size of that model's KV of the chunk.
     state: pending (being computed), fetching (from storage), host, loading (from the host) or resident.
     tiers: where its KV is now, of "device" and "host".
     hits: prompts that found it cached since it was added.  users: requests that hold its KV now, even as the

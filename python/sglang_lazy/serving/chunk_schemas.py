@@ -30,6 +30,7 @@ class CachedChunk(Answer):
     digest: str
     tokens: int
     state_bytes: NotRequired[int]
+    draft_bytes: NotRequired[int]
     state: Literal["pending", "fetching", "host", "loading", "resident"]
     tiers: list[Literal["device", "host"]]
     hits: int

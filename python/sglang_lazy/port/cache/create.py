@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.observability.metrics_collector import RadixCacheMetricsCollector
 from sglang.srt.runtime_context import get_context, get_memory
 
@@ -66,6 +67,9 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         trees = OneTree(of_chunks)
         store = ChunkStore(of_chunks, Pool(pool.allocator, trees))
         cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts(), tree, device)
+    if table.drafter is not None and not isinstance(table.drafter.token_to_kv_pool, SWAKVPool):  # with slots elsewhere
+        drafting = _buffers(table.drafter.token_to_kv_pool)
+        store.draft_token_bytes = sum(buffer[0].nbytes for layer in drafting for buffer in layer)
     if params.enable_kv_cache_events:
         cache.events = BlockEvents()
         tree.parts += (cache.events,)
