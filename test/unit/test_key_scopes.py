@@ -103,6 +103,7 @@ ROUTES = {
     "/metricsandmore": Scope.READ,  # SGLang takes any path that begins so
     "/flush": Scope.ADMIN,
     "/weights": Scope.ADMIN,
+    "/included": Scope.ADMIN,  # by a router in the router, as /scale_elastic_ep is
     "/server_info": Scope.ADMIN,
 }
 """By path, the scope that opens it."""
@@ -149,6 +150,9 @@ def client(file, metrics, monkeypatch):
         app.get("/weights")(marked(auth_level(AuthLevel.ADMIN_FORCE)))
         for path in ("/prompts", "/prompts/{model}", "/health", "/v1/loads"):
             app.get(path)(answer)
+        router = fastapi.APIRouter()
+        router.get("/included")(marked(auth_level(AuthLevel.ADMIN_OPTIONAL)))
+        app.include_router(router)
         metrics(app)
         monkeypatch.setattr(scopes, "_SHOW_KEYS", (shown := marked(lambda endpoint: endpoint),))
         app.get("/server_info")(shown)

@@ -118,7 +118,7 @@ class LinkedBatch:
 
     rows: Sequence[AttentionRow] = ()
     linked: Sequence[int] = ()
-    _prepared: list[Any] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    _prepared: list[Any] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def prepared(self, prepare: Callable[[], T]) -> T:
         """The result of `prepare()`, computed once for all passes of the batch: the model's and that of its draft."""

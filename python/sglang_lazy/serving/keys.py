@@ -196,7 +196,8 @@ def endpoint_of(router: Any, scope: Any) -> Callable | None:
     for route in router.routes:
         match, found = route.matches(scope)
         if match is Match.FULL:
-            return found.get("endpoint")
+            included = getattr(route, "original_router", None)  # FastAPI's routers in a router do not tell
+            return found.get("endpoint") if included is None else endpoint_of(included, scope)
     return None
 
 

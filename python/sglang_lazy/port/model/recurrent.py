@@ -127,7 +127,7 @@ class RecurrentLayers:
     knows_ends: whether the state of a request that ends is known. With drafts and the overlap scheduler it has gone on
         over a run of which nobody hears.
     pieces: of the current pass; None if SGLang's own description will do.
-    written: what to write where at the end of the pass, by the backend.
+    finish: what the backend has to do at the end of the pass.
     """
 
     def __init__(self, runner: Any, layout: StateLayout):

@@ -52,7 +52,9 @@ class _Access(NamedTuple):
     def needed(self, scope: Any) -> Needed | None:
         endpoint = endpoint_of(self.router, scope)
         level = getattr(endpoint, "_auth_level", AuthLevel.NORMAL)
-        own = self.api_key if level == AuthLevel.NORMAL else self.admin_api_key
+        # SGLang asks for the key of another level where a router in its router has the endpoint.
+        asked = auth._get_auth_level_from_app_and_scope(self.router, scope)
+        own = self.api_key if asked == AuthLevel.NORMAL else self.admin_api_key
         if self.is_unguarded(scope):
             return Needed(Scope.READ, own, of_all_tenants=True)
         if _is_public(scope):
