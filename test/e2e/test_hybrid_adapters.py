@@ -10,9 +10,11 @@ import pytest
 import torch
 from test_recurrent_chunks import TOLERANCE, Served, hits, serving
 
+from fakes import hybrids_on_cpu, remembered_drafts, speculation_on_cpu
 from oracle.adapters import merged, random_adapter, split
 from oracle.hybrids import HybridOracle
 from oracle.models.build import build_model
+from oracle.models.drafts import build_draft
 from oracle.models.hybrids import DELTA, HYBRIDS
 from oracle.scenarios import Dice
 from oracle.segments import text, token_ids
@@ -95,3 +97,27 @@ def test_each_adapter_has_its_own_chunks_and_states(served):
     for prompt, output in zip(turns, served.answer_under(names, turns), strict=True):
         assert output["meta_info"]["cached_tokens"] >= len(token_ids(prompt)) - len(prompt[-1].ids) - 1
     served.engine.flush_cache()  # an idle server checks its accounting, and a leaked slot or lock ends it
+
+
+@pytest.mark.nightly
+def test_adapters_with_drafts(model_dir, with_plugin, tmp_path):
+    """Which a layer of the model makes without an adapter."""
+    dice, name, names = Dice("drafts"), "qwen3.5-vl", [None, *RANKS]
+    options = {
+        "model_path": build_draft("NEXTN", build_model(HYBRIDS[name], model_dir), model_dir),
+        "speculative_algorithm": "NEXTN",
+        **hybrids_on_cpu.WITHOUT_OVERLAP,
+        **speculation_on_cpu.OPTIONS,
+    }
+    kind = functools.partial(Adapted, adapters=tmp_path)
+    prompt = [dice.text(9), dice.chunk(40), dice.text(5), dice.chunk(30), dice.text(12)]
+    with (
+        with_plugin(remembered_drafts.load),
+        serving(name, model_dir, with_plugin, kind, **options) as served,
+    ):
+        served.num_tokens = 12
+        for hit in (False, True, True):
+            outputs = served.answer_under(names, [prompt] * 3)
+            assert [hits(output) for output in outputs] == [[hit] * 2] * 3
+        assert any(sum(output["meta_info"]["spec_correct_drafts_histogram"][1:]) for output in outputs)
+        served.engine.flush_cache()

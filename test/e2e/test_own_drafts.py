@@ -6,6 +6,7 @@ import gc
 import pytest
 import test_recurrent_chunks
 import torch
+from served import TWO_RANKS
 from test_oracle_matrix import GROUPS, reuse
 from test_recurrent_chunks import hits
 from test_speculation_oracle import Speculating
@@ -23,8 +24,12 @@ pytestmark = [
 ]
 
 
-OVERLAP = {"mamba_radix_cache_strategy": "auto", "disable_overlap_schedule": False}
-"""What SGLang chooses if no flag does."""
+WAYS = {
+    "": {},
+    "with overlap": {"mamba_radix_cache_strategy": "auto", "disable_overlap_schedule": False},
+    "on two ranks": {"tp_size": 2},
+}
+"""Options of servers, by what their names end in; "with overlap" is what SGLang chooses if no flag does."""
 
 
 def on_one_worker(name, *marks):
@@ -83,11 +88,10 @@ def qwen(request, model_dir, with_plugin):
         with_plugin(remembered_drafts.load),
         pytest.MonkeyPatch.context() as environment,
     ):
-        for name, value in hybrids_on_cpu.ENVIRONMENT.items():
-            environment.setenv(name, value)
-        name, _, overlap = request.param.partition(" ")
-        options = OVERLAP if overlap else {}
-        served = SpeculatingHybrid(name, model_dir, chunked_prefill_size=64, **options)
+        name, _, way = request.param.partition(" ")
+        for variable, value in (hybrids_on_cpu.ENVIRONMENT | (TWO_RANKS if way == "on two ranks" else {})).items():
+            environment.setenv(variable, value)
+        served = SpeculatingHybrid(name, model_dir, chunked_prefill_size=64, **WAYS[way])
     yield served
     served.engine.flush_cache()  # an idle server checks its accounting
     served.engine.shutdown()
@@ -100,6 +104,7 @@ def qwen(request, model_dir, with_plugin):
         on_one_worker("qwen3.5"),
         on_one_worker("qwen3.5 with overlap"),
         on_one_worker("qwen3.5-vl-moe", pytest.mark.nightly),
+        on_one_worker("qwen3.5 on two ranks", pytest.mark.nightly),
     ],
     indirect=True,
 )

@@ -353,11 +353,14 @@ class Unknown:
         return False
 
 
+@pytest.mark.parametrize("has_states", [False, True], ids=["KV", "states"])
 @pytest.mark.parametrize("seed", range(6))
-def test_histories(seed):
+def test_histories(seed, has_states):
     """Any order of events, with tiny tiers: nothing is lost, mixed up or read before it has come."""
     dice = random.Random(seed)
-    tree = Tree(dice.choice((16, 30, 60)), dice.choice((8, 24, 50)), min_hits=dice.choice((0, 2)))
+    size, host_size, min_hits = dice.choice((16, 30, 60)), dice.choice((8, 24, 50)), dice.choice((0, 2))
+    num_states = dice.choice((size, size // 2)) if has_states else 0
+    tree = Tree(size, host_size, num_states, min_hits=min_hits)
     numbers = tree.transfers.numbers
     tree.transfers.numbers = lambda slots: Numbers(slots, Unknown()) if dice.random() < 0.2 else numbers(slots)
     texts = [[dice.randrange(3) for _ in range(dice.randrange(1, 9))] for _ in range(12)]
@@ -373,9 +376,13 @@ def test_histories(seed):
 
     def load():
         missing = [node for node in some() if node.slots is None]
-        before = tree.allocator.available_size(), tree.num_evictable
+        before = room()
         if missing and not tree.host.load(missing):
-            assert before == (tree.allocator.available_size(), tree.num_evictable)
+            assert before == room()
+
+    def room():
+        states = [] if tree.states is None else [tree.states.pool.available_size(), tree.states.num_evictable]
+        return [tree.allocator.available_size(), tree.num_evictable, *states]
 
     def look():
         tree.find(array("q", dice.choice(texts)), CHUNKS)
@@ -384,12 +391,16 @@ def test_histories(seed):
         for node in some():
             if node.host is not None and tree.host.is_complete(node):
                 tree.host.protect(node)
-                protected.append((node, tree.on_host(tree.host.slots_to(node))))
+                protected.append((node, on_host(node)))
+
+    def on_host(node):
+        state = tree.state_on_host(node.host.state) if has_states else None
+        return tree.on_host(tree.host.slots_to(node)), state
 
     def release():
         if protected:
             node, stored = protected.pop(dice.randrange(len(protected)))
-            assert tree.on_host(tree.host.slots_to(node)) == stored
+            assert on_host(node) == stored
             tree.host.release(node)
 
     def discard():
@@ -399,19 +410,27 @@ def test_histories(seed):
 
     def fetch():
         tokens = array("q", dice.choice(texts))
-        slots = tree.host.alloc(len(tokens))
-        if slots is not None:
-            rows = Tree(20, 20)
-            node = rows.compute(tokens.tolist())
-            rows.host.back_up([node])
-            rows.host.finish()
-            tree.memory.groups[0].host[:, slots] = rows.memory.groups[0].host[:, rows.host.slots_to(node)]
-            if tree.host.adopt(tokens, CHUNKS, slots) is None:
-                held.append(slots)
+        slots, state = tree.host.alloc(len(tokens)), tree.host.states.alloc() if has_states else None
+        if slots is None or (has_states and state is None):
+            held.append((torch.empty(0, dtype=torch.int64) if slots is None else slots, state))
+            return free()
+        rows = Tree(20, 20, 20 if has_states else 0)
+        node = rows.compute(tokens.tolist())
+        rows.host.back_up([node])
+        rows.host.finish()
+        tree.memory.groups[0].host[:, slots] = rows.memory.groups[0].host[:, rows.host.slots_to(node)]
+        if has_states:
+            for target, source in zip(tree.host.states.memory.groups, rows.host.states.memory.groups, strict=True):
+                target.host[:, state] = source.host[:, node.host.state]
+        if tree.host.adopt(tokens, CHUNKS, slots, state) is None:
+            held.append((slots, state))
 
     def free():
         if held:
-            tree.host.free(held.pop())
+            slots, state = held.pop()
+            tree.host.free(slots)
+            if state is not None:
+                tree.host.states.memory.slots.free(state)
 
     events = [add, add, add, load, load, look, protect, release, release, discard, fetch, free, tree.host.poll]
     events += [
@@ -421,12 +440,12 @@ def test_histories(seed):
     ]
     for _ in range(400):
         dice.choice(events)()
-        check(tree, held)
+        check(tree, *([each for each in some if each is not None] for some in zip(*held, strict=True)))
     settle(tree)
     for node, _ in protected:
         tree.host.release(node)
-    for slots in held:
-        tree.host.free(slots)
+    while held:
+        free()
     tree.evict(tree.num_evictable)
     tree.host.evict(tree.memory.slots.size)
     check(tree)
