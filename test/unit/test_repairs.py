@@ -114,3 +114,12 @@ def test_a_server_shows_no_keys(monkeypatch):
     left = "launch_server --api-key <redacted> --admin-api-key=<redacted> --model-path admin-key --key keyed"
     assert shown == {**hidden, "launch_command": left, "internal_states": [hidden, {"load": 1}]}
     assert info["api_key"] == "key" == info["internal_states"][0]["api_key"]
+
+
+def test_several_workers_keep_their_adapters():
+    def change(*_args):
+        raise AssertionError("not refused")
+
+    manager = SimpleNamespace(server_args=SimpleNamespace(tokenizer_worker_num=2))
+    answer = asyncio.run(http.refuse_with_workers(change, manager, None))
+    assert not answer.success and "--lora-paths" in answer.error_message

@@ -7,12 +7,6 @@
   whoever has the lesser one, or to everybody if there is none.
 - Responses that are stored, with the messages before them, so that others may follow, are never forgotten. Here the
   least recently used are forgotten once all take `CAPACITY` bytes. Following one of these gives a 404.
-- Uses of LoRA adapters must end before an adapter is unloaded. SGLang counts them: up when a request names an adapter,
-  by the number of its samples, and down when a sample ends. Of samples that are never sent, because a check refuses
-  their prompt or its client leaves, it counts only one down. Then unloading waits for ever, and whoever names the
-  adapter with it. Here nothing is counted: an adapter is in use while the state of a request has its id, and every way
-  out of the tokenizer manager removes that state. What the scheduler still computes then, `port/scheduler/control.py`
-  waits for.
 - With several tokenizer workers, each has a registry of adapters of its own: the others would go on sending the id of
   an adapter that one of them has unloaded, which ends the scheduler.
 """
@@ -37,8 +31,6 @@ _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Flags whose values open something."""
 CAPACITY = 1 << 28
 """256 MiB."""
-POLL = 0.02
-"""Seconds between two looks at the states of requests while an adapter waits to be unloaded."""
 
 
 def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -110,39 +102,6 @@ def bound(_result: Any, serving: Any, *_args: Any, **_kwargs: Any) -> None:
     serving.response_store, serving.msg_store = Field(records, "response"), Field(records, "messages")
 
 
-def show_states(_result: Any, manager: Any) -> None:
-    """After `TokenizerManager.init_lora`: show the states of requests to the registry."""
-    manager.lora_registry.request_states = manager.rid_to_state
-
-
-async def acquire(_count: Callable, registry: Any, names: str | list[str | None]) -> str | None | list[str | None]:
-    """Around `LoRARegistry.acquire`: look ids up, without counting.
-
-    It must not let other tasks run: no adapter may be unloaded between the lookup and when the request has the id.
-
-    Raises ValueError for an adapter that was unloaded after SGLang had checked that it is loaded.
-    """
-    loaded = registry.get_all_adapters()
-
-    def id_of(name: str | None) -> str | None:
-        if name is not None and name not in loaded:
-            raise ValueError(f"LoRA adapter {name!r:.80} has just been unloaded")
-        return None if name is None else loaded[name].lora_id
-
-    return [*map(id_of, names)] if isinstance(names, list) else id_of(names)
-
-
-async def release(_count: Callable, _registry: Any, _lora_id: Any) -> None:
-    """Around `LoRARegistry.release`: nothing was counted."""
-
-
-async def wait_for_unload(forget: Callable, registry: Any, lora_id: str) -> None:
-    """Around `LoRARegistry.wait_for_unload`: wait until no request uses the adapter."""
-    while any(state.obj.lora_id == lora_id for state in registry.request_states.values()):
-        await asyncio.sleep(POLL)
-    await forget(registry, lora_id)
-
-
 async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: Any) -> Any:
     """Around calls that load or unload an adapter: refuse them with several tokenizer workers."""
     if manager.server_args.tokenizer_worker_num == 1:
@@ -151,7 +110,6 @@ async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: A
     return LoRAUpdateOutput(success=False, error_message=reason)
 
 
-_REGISTRY = on("sglang.srt.lora.lora_registry.LoRARegistry")
 _TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 HOOKS = (
     _TOKENIZER_MANAGER.repair(
@@ -176,34 +134,6 @@ HOOKS = (
     ),
     on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses").repair(
         "__init__", bound, "AFTER", "stored responses take bounded memory", "SGLang bounds them"
-    ),
-    _TOKENIZER_MANAGER.repair(
-        "init_lora",
-        show_states,
-        "AFTER",
-        "uses of LoRA adapters are known from the requests",
-        "SGLang counts down however a request ends",
-    ),
-    _REGISTRY.repair(
-        "acquire",
-        acquire,
-        "AROUND",
-        "uses of LoRA adapters are known from the requests",
-        "SGLang counts down however a request ends",
-    ),
-    _REGISTRY.repair(
-        "release",
-        release,
-        "AROUND",
-        "uses of LoRA adapters are known from the requests",
-        "SGLang counts down however a request ends",
-    ),
-    _REGISTRY.repair(
-        "wait_for_unload",
-        wait_for_unload,
-        "AROUND",
-        "unloading a LoRA adapter ends",
-        "SGLang counts down however a request ends",
     ),
     *(
         on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
