@@ -1,6 +1,8 @@
 """SGLang's backends of recurrent layers with pieces of a batch mixed in, on PyTorch in place of their kernels, against
 the recurrence token by token."""
 
+import contextlib
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -8,12 +10,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
+from sglang.srt.layers import radix_linear_attention
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, Mamba2AttnBackend
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.layers.attention.mamba import mamba
 from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata, Mamba2Metadata
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import set_tc_piecewise_forward_context
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
+from sglang.srt.models.nemotron_h import NemotronHMambaDecoderLayer, nemotron_mamba2_with_output
 
 from fakes import recurrent_layers
 from fakes.recurrent_batches import NUM_SLOTS, Batch
@@ -162,26 +172,53 @@ class Server:
             pool.p[1, slot] = left if kind == "matrix" else left[:, 0, 0]
         return pool
 
-    def run(self):
-        """The layer's outputs, [num_tokens, heads, v]."""
+    def run(self, padding=0):
+        """The layer's outputs, [num_tokens + padding, heads, v].
+
+        padding: how many tokens without values follow the batch's own, as in a prefill graph.
+        """
         self.backend.init_forward_metadata(None)
-        inputs, a, b = (x[self.batch.tokens].float() for x in (self.layer.inputs, self.a, self.b))
+        inputs, a, b = (
+            F.pad(x[self.batch.tokens].float(), (0, 0, 0, padding), value=float("nan"))
+            for x in (self.layer.inputs, self.a, self.b)
+        )
         return self.run_delta(inputs, a, b) if self.shape.kind == "delta" else self.run_mamba(inputs)
 
-    def run_delta(self, inputs, a, b):
-        shape, (q_dim, k_dim, v_dim) = self.shape, self.shape.dims
-        layer = SimpleNamespace(
-            layer_id=LAYER, conv_weights=self.layer.weight.float(), bias=None, activation="silu", q_dim=q_dim,
-            k_dim=k_dim, v_dim=v_dim, num_q_heads=shape.groups, num_k_heads=shape.groups, num_v_heads=shape.heads,
-            head_q_dim=shape.k, head_k_dim=shape.k, head_v_dim=shape.v, A_log=self.rates,
-            dt_bias=self.layer.dt_bias.float(),
+    @contextlib.contextmanager
+    def forwarding(self, num_tokens):
+        """A context in which SGLang's layers find the backend and the batch."""
+        hybrid = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
+        hybrid.linear_attn_backend, hybrid.full_attn_layers = self.backend, []
+        extend, own = ForwardMode.EXTEND, len(self.batch.tokens)
+        batch = SimpleNamespace(
+            forward_mode=extend, logical_forward_mode=extend, global_num_token_non_padded_cpu=own,
+            out_cache_loc=torch.arange(num_tokens), mamba_track_mask=None,
         )  # fmt: skip
-        return self.backend.forward_extend(layer, None, inputs, a, b)[0]
+        with (
+            forward_context(ForwardContext(attn_backend=hybrid)),
+            set_forward_batch(batch),
+            prefill_graph_scope(full_graph=False, raw_num_tokens=own),
+        ):
+            yield batch
+
+    def run_delta(self, inputs, a, b):
+        shape = self.shape
+        layer = RadixLinearAttention(
+            LAYER, shape.groups, shape.groups, shape.heads, shape.k, shape.k, shape.v, self.layer.weight.float(),
+            A_log=self.rates, dt_bias=self.layer.dt_bias.float(),
+        )  # fmt: skip
+        with self.forwarding(len(inputs)) as batch:
+            return layer(batch, inputs, a, b)[0]
 
     def run_mamba(self, inputs):
         """Through SGLang's mixer, which computes with what is around it: gates of 1, no norm, no projections."""
         shape, size = self.shape, self.shape.heads * self.shape.v
-        hidden = torch.cat([torch.ones(len(inputs), size), inputs, self.layer.dt[self.batch.tokens].float()], 1)
+        dt = F.pad(
+            self.layer.dt[self.batch.tokens].float(),
+            (0, 0, 0, len(inputs) - len(self.batch.tokens)),
+            value=float("nan"),
+        )
+        hidden = torch.cat([torch.ones(len(inputs), size), inputs, dt], 1)
         mixer = SimpleNamespace(
             in_proj=lambda x: (x, None), out_proj=lambda x: (x, None), norm=lambda x, gate: x, tp_size=1,
             intermediate_size=size, conv_dim=inputs.shape[1], num_heads=shape.heads, head_dim=shape.v,
@@ -190,7 +227,16 @@ class Server:
             A=self.layer.A.float(), D=self.layer.D.float(), dt_bias=self.layer.dt_bias.float(),
         )  # fmt: skip
         mixer.forward = lambda **given: mamba.MambaMixer2.forward(mixer, **given)
-        out = self.backend.forward(mixer, hidden, None, layer_id=LAYER, forward_batch=None)
+        layer = SimpleNamespace(mixer=mixer, layer_id=LAYER)
+        layer._forward_mamba = partial(NemotronHMambaDecoderLayer._forward_mamba, layer)
+        out = torch.full((len(inputs), size), float("nan"))
+        with self.forwarding(len(inputs)) as batch:
+            if len(inputs) == len(self.batch.tokens):
+                out = layer._forward_mamba(hidden, batch)
+            else:
+                with set_tc_piecewise_forward_context(batch, [None] * LAYER + [layer], None, [], []):
+                    # The function itself: SGLang registers it as an operator on GPUs only.
+                    nemotron_mamba2_with_output.__wrapped__(hidden, out, LAYER)
         return out.view(-1, shape.heads, shape.v)
 
 
@@ -201,9 +247,21 @@ def off(actual, expected):
 @pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.parametrize("seed", range(12))
 def test_outputs_and_slots_are_those_of_the_recurrence(kind, seed):
-    server = Server(kind, seed)
+    check(Server(kind, seed))
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_pads_a_batch_to_the_size_of_a_graph_is_in_no_state(monkeypatch, kind, seed):
+    """Where SGLang's prefill graphs leave the layers out: those with a gated delta rule, and Nemotron-H's."""
+    monkeypatch.setattr(radix_linear_attention, "is_in_breakable_cuda_graph", lambda: True)
+    check(Server(kind, seed), padding=7)
+
+
+def check(server, padding=0):
     batch, other_layer = server.batch, server.pool.h[0].clone()
-    out = server.run()
+    out, padded = server.run(padding).split([len(batch.tokens), padding])
+    assert not padded.any(), "what follows in the graph must be finite"
     bounds = np.cumsum([0, *server.backend.link_pieces.lens])
     new = [batch.tokens[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
     expected = [server.oracle.outputs(seen, tokens) for seen, tokens in zip(batch.before, new, strict=True)]

@@ -24,14 +24,28 @@ LARGE, SMALL = 4096, 2048  # hidden sizes of 8B and 1B models
 MODEL = ServedModel({}, {0: AttentionLayer(1, 1, 2, SimpleNamespace(cos_sin_cache=torch.zeros(64, 2)))})
 
 
-def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True, last_layer=None):
+def runs_graph(
+    num_tokens,
+    hidden_size=LARGE,
+    tp_size=1,
+    chunks=True,
+    sglang=True,
+    last_layer=None,
+    recurrent=None,
+    backend="breakable",
+):
     pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=MODEL))
+    pool.segment_table.recurrent = recurrent
     runner = SimpleNamespace(
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
         device="cuda",
     )
-    graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 1536, 1792, 2048, 2304, 8192])
+    graph_runner = SimpleNamespace(
+        model_runner=runner,
+        capture_num_tokens=[1024, 1536, 1792, 2048, 2304, 8192],
+        prefill_backend_name=backend,
+    )
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
 
     running = pool.segment_table.running(None, last_layer=last_layer) if chunks else contextlib.nullcontext()
@@ -59,6 +73,17 @@ def test_short_passes_run_graphs_despite_padding(small):
 def test_a_pass_that_ends_early_runs_no_graph():
     """A graph would run all layers."""
     assert not runs_graph(2048, last_layer=1) and not runs_graph(900, last_layer=0)
+
+
+def test_recurrent_layers_are_outside_of_graphs_or_there_is_none():
+    """A graph would show them the batch of its capture. In one that torch.compile has split, they are not known to be
+    outside."""
+    outside, inside = SimpleNamespace(breaks_graphs=True), SimpleNamespace(breaks_graphs=False)
+    assert runs_graph(2048, recurrent=outside) and runs_graph(900, recurrent=outside)
+    assert not runs_graph(2080, recurrent=outside), "other reasons hold for them, too"
+    assert not runs_graph(2048, recurrent=inside) and not runs_graph(900, recurrent=inside)
+    assert not runs_graph(2048, recurrent=outside, backend="tc_piecewise")
+    assert runs_graph(2048, backend="tc_piecewise") and runs_graph(2048, recurrent=inside, chunks=False)
 
 
 def test_batches_without_chunks_are_left_to_sglang():

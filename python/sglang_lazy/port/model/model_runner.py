@@ -11,6 +11,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_lazy.attention import cost
 from sglang_lazy.attention.kernels import choose_kernels
@@ -268,12 +269,20 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
         return False
     if runs and table is not None and isinstance(table.current, CrossBatch):  # graphs have no cross layers
         return False
-    if runs and table is not None and table.has_chunks and table.recurrent is not None:  # nor the pieces of a batch
+    if runs and table is not None and table.has_chunks and not takes_pieces(graph_runner, table):
         return False
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
     padded = min(size for size in graph_runner.capture_num_tokens if size > num_tokens)
     return cost.padding_pays(layer_time(runner, num_tokens), layer_time(runner, padded))
+
+
+def takes_pieces(graph_runner: Any, table: SegmentTable) -> bool:
+    """Whether a model's recurrent layers, if any, are outside of the graphs of a `PrefillCudaGraphRunner`: within
+    them they would not see the pieces of a batch."""
+    if table.recurrent is None:
+        return True
+    return graph_runner.prefill_backend_name == Backend.BREAKABLE and table.recurrent.breaks_graphs
 
 
 def layer_time(runner: Any, num_tokens: int) -> float:

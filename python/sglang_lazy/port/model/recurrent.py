@@ -47,11 +47,14 @@ class Recurrence(NamedTuple):
 
     config: SGLang's, of models with such layers.
     keeps_states: whether chunks keep the layers' states.  transition: see `StateLayout`.
+    breaks_graphs: whether SGLang's prefill graphs leave these layers out, so that they run between parts of a graph, on
+        a batch's own tokens. Layers in graphs know only the batch of the capture.
     """
 
     config: Any
     keeps_states: bool
     transition: Transition | None = None
+    breaks_graphs: bool = False
 
     @classmethod
     def of(cls, config: Any) -> "Recurrence | None":
@@ -59,10 +62,13 @@ class Recurrence(NamedTuple):
         if (recurrent := mambaish_config(config)) is None:
             return None
         if hybrid_gdn_config(config) is not None:
-            return cls(recurrent, True, "matrix")
+            return cls(recurrent, True, "matrix", breaks_graphs=True)
         mamba2 = mamba2_config(config)
         return cls(
-            recurrent, isinstance(mamba2, (*CONVOLUTIONS, *MAMBA2)), "number" if isinstance(mamba2, MAMBA2) else None
+            recurrent,
+            isinstance(mamba2, (*CONVOLUTIONS, *MAMBA2)),
+            "number" if isinstance(mamba2, MAMBA2) else None,
+            isinstance(mamba2, NemotronHConfig),
         )
 
     @property
@@ -124,6 +130,7 @@ class RecurrentLayers:
     """The recurrent layers of a `ModelRunner`.
 
     pool: of what chunks do to states.  max_pieces: how many pieces a pass has memory for.
+    breaks_graphs: see `Recurrence`.
     knows_ends: whether the state of a request that ends is known. With drafts and the overlap scheduler it has gone on
         over a run of which nobody hears.
     pieces: of the current pass; None if SGLang's own description will do.
@@ -132,6 +139,8 @@ class RecurrentLayers:
 
     def __init__(self, runner: Any, layout: StateLayout):
         num_states, self.max_pieces = _memories[runner.model_config]
+        recurrence = Recurrence.of(runner.model_config)
+        self.breaks_graphs = recurrence is not None and recurrence.breaks_graphs
         self.pool = StatePool(layout, min(num_states, runner.token_to_kv_pool.size), runner.device)
         self._requests, self._streams = runner.req_to_token_pool, torch.get_device_module(runner.device)
         self._of_passes = self._streams.current_stream()
