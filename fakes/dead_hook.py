@@ -5,8 +5,7 @@ from typing import Any
 
 from sglang_lazy.port import hooks
 
-PLACE, NAME = "sglang.srt.server_args.ServerArgs", "__post_init__"
-TARGET = f"{PLACE}.{NAME}"
+TARGET = "sglang.srt.server_args.ServerArgs.__post_init__"
 
 
 def never(_args: Any) -> None:
@@ -15,4 +14,4 @@ def never(_args: Any) -> None:
 
 def load() -> None:
     """The SGLang plugin; runs in each process that SGLang starts."""
-    hooks.apply([hooks.on(PLACE).required(NAME, never, "BEFORE", "scheduler", "a test")])
+    hooks.apply([hooks.Hook(TARGET, never, "BEFORE", "required", "a test", process="scheduler")])

@@ -6,10 +6,8 @@ The hooks are read from the modules that declare them. Only their order stands h
 from collections.abc import Iterable, Sequence
 
 from sglang_lazy.port import plugin
+from sglang_lazy.port.facts import UPDATES
 from sglang_lazy.port.hooks import Hook
-
-UPDATES = tuple(f"update_weights_from_{source}" for source in ("disk", "distributed", "ipc", "tensor"))
-"""Ways to change a server's weights: names of methods."""
 
 STEPS = {
     "An HTTP process starts": ("http_server.set_global_state", "auth.add_api_key_middleware"),

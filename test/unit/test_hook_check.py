@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_lazy.port import plugin
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hook
 from tools import hook_check
 
 
@@ -53,7 +53,7 @@ def no_keywords(scheduler, batch, *args): ...
     ],
 )
 def test_calls_that_a_hook_cannot_take(function, kind, reason):
-    hook = on(__name__).feature("target", function, kind, "a test")
+    hook = Hook(f"{__name__}.target", function, kind, "feature", "a test")
     assert reason in (found := hook_check.clash(target, hook))
     assert bool(found) == bool(reason)
 
@@ -78,12 +78,14 @@ def test_targets_and_imports_that_are_gone(tmp_path, monkeypatch):
         hook_check.stand_in(name)
     module = importlib.import_module("imports_gone")
     assert module.later() is module.later
-    lost = on("sglang.srt.managers.scheduler.Scheduler").feature("gone_method", before, "BEFORE", "a test")
+    lost = Hook("sglang.srt.managers.scheduler.Scheduler.gone_method", before, "BEFORE", "feature", "a test")
     assert hook_check.finding(lost).state == "gone"
 
 
 def test_the_page_lists_what_to_mend_first():
-    fine, changed, gone = (on("a.b").feature(state, before, "BEFORE", "why") for state in ("fine", "changed", "gone"))
+    fine, changed, gone = (
+        Hook(f"a.b.{state}", before, "BEFORE", "feature", "why") for state in ("fine", "changed", "gone")
+    )
     found = [hook_check.Finding(hook, hook.target[4:], "reason") for hook in (fine, changed, gone)]
     text = hook_check.report({"sglang.x": "ours.y"}, [("ours.z", "error")], found)
     assert [line for line in text.splitlines() if line.startswith(("-", "1"))] == [

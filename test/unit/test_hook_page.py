@@ -30,17 +30,17 @@ def test_hooks_of_one_target_are_listed_as_they_run():
     """As SGLang's registry calls them."""
 
     def before(name):
-        return hooks.on(__name__).feature("target", lambda: called.append(name), "BEFORE", "a test")
+        return hooks.Hook(f"{__name__}.target", lambda: called.append(name), "BEFORE", "feature", "a test")
 
     def after(name):
-        return hooks.on(__name__).feature("target", lambda _result: called.append(name), "AFTER", "a test")
+        return hooks.Hook(f"{__name__}.target", lambda _result: called.append(name), "AFTER", "feature", "a test")
 
     def around(name):
         def function(original):
             called.append(name)
             original()
 
-        return hooks.on(__name__).feature("target", function, "AROUND", "a test")
+        return hooks.Hook(f"{__name__}.target", function, "AROUND", "feature", "a test")
 
     given = {"1": before("1"), "2": after("2"), "3": around("3"), "4": before("4"), "5": after("5")}
     hooks.apply(given.values())

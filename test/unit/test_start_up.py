@@ -257,10 +257,7 @@ def around(original, *args):
 
 def test_a_hook_that_is_not_in_place_is_named(monkeypatch):
     """One hook was never applied, another has been replaced since."""
-    declared = [
-        hooks.on(place).feature(name, around, "AROUND", "a test")
-        for place, _, name in (HOOKED.rpartition("."), LOST.rpartition("."))
-    ]
+    declared = [hooks.Hook(target, around, "AROUND", "feature", "a test") for target in (HOOKED, LOST)]
     assert hooks.missing(declared) == [HOOKED, LOST]
     hooks.apply(declared[:1])
     assert Target.hooked() == "stock, hooked"
@@ -290,9 +287,8 @@ def test_a_second_hook_on_a_target_is_not_taken_for_the_first(nothing_hooked):
             pass
 
     globals()["Twice"] = Twice
-    first, second = (
-        hooks.on(f"{__name__}.Twice").feature("method", one, "AROUND", "a test") for one in (around, nothing)
-    )
+    target = f"{__name__}.Twice.method"
+    first, second = (hooks.Hook(target, one, "AROUND", "feature", "a test") for one in (around, nothing))
     hooks.apply([first])
     hooks.apply([first, second])
     assert hooks.missing([first]) == [] and hooks.missing([second]) == [second.target]
@@ -300,7 +296,7 @@ def test_a_second_hook_on_a_target_is_not_taken_for_the_first(nothing_hooked):
 
 def test_a_lost_repair_is_no_reason_not_to_start(nothing_hooked, caplog):
     """SGLang has repaired itself, or has got another fault: the server starts, with a warning."""
-    lost = hooks.on(f"{__name__}.Target").repair("gone", around, "AROUND", "clients are answered", "SGLang answers")
+    lost = hooks.Hook(f"{__name__}.Target.gone", around, "AROUND", "repair", "clients are answered", "SGLang answers")
     hooks.apply([lost])
     assert hooks.missing([lost]) == []
     (warning,) = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
@@ -309,8 +305,8 @@ def test_a_lost_repair_is_no_reason_not_to_start(nothing_hooked, caplog):
 
 def test_without_the_target_of_another_hook_nothing_starts(nothing_hooked):
     for lost in (
-        hooks.on(f"{__name__}.Target").feature("gone", around, "AROUND", "clients are answered"),
-        hooks.on("sglang.srt.gone.Gone").required("method", around, "AROUND", "scheduler", "clients are answered"),
+        hooks.Hook(f"{__name__}.Target.gone", around, "AROUND", "feature", "clients are answered"),
+        hooks.Hook("sglang.srt.gone.Gone.method", around, "AROUND", "required", "clients are answered"),
     ):
         with pytest.raises(RuntimeError, match=f"{lost.target}.*clients are answered"):
             hooks.apply([lost])
@@ -331,10 +327,10 @@ class Flags(msgspec.Struct):
 def test_a_hook_that_never_runs_is_named(nothing_hooked):
     """It is in place, and nobody calls it."""
     dead, alive = (
-        hooks.on(f"{__name__}.Flags").required(name, nothing, "BEFORE", "tokenizer", "a test")
+        hooks.Hook(f"{__name__}.Flags.{name}", nothing, "BEFORE", "required", "a test", process="tokenizer")
         for name in ("__post_init__", "resolve")
     )
-    elsewhere = hooks.on(f"{__name__}.Target").required("lost", around, "AROUND", "scheduler", "a test")
+    elsewhere = hooks.Hook(LOST, around, "AROUND", "required", "a test", process="scheduler")
     hooks.apply([dead, alive, elsewhere])
     assert hooks.missing([dead, alive, elsewhere]) == []
     Flags().resolve()

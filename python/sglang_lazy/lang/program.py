@@ -9,10 +9,12 @@ from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.labels import Label, parse_label
 from sglang_lazy.lang.marked_text import Mark, MarkedText, chunks_of, link_of
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.hooks import apply, on
+from sglang_lazy.port.hooks import Hooks, apply
 from sglang_lazy.serving.chunk_lists import check_id
 
 _known_servers: set[str] = set()
+_HOOKS = Hooks()
+"""Applied at the first chunk: programs without chunks send as they did."""
 
 
 class Chunk(SglConstantText):
@@ -34,7 +36,7 @@ class Chunk(SglConstantText):
 
 def make_chunk(text: Any, id: Any, name: Any = None, metadata: Any = None) -> SglExpr:
     """The chunk of `text`, or the registered one with this id; see `sglang_lazy.chunk`."""
-    apply((_SENDING,))
+    apply(_HOOKS)
     if (text is None) == (id is None):
         raise ValueError("a chunk needs either a text or an id")
     for given in (text, id):
@@ -54,12 +56,15 @@ def make_chunk(text: Any, id: Any, name: Any = None, metadata: Any = None) -> Sg
 
 def make_link(policy: Any) -> SglExpr:
     """Empty text that carries `policy`; see `sglang_lazy.link`."""
-    apply((_SENDING,))
+    apply(_HOOKS)
     if isinstance(policy, SglExpr):  # an argument whose value is unknown while SGLang traces a program
         return policy
     return SglConstantText(MarkedText("", link=str(get_policy(policy))))
 
 
+@_HOOKS.on("sglang.lang.backend.runtime_endpoint").feature(
+    "http_request", "AROUND", "chunks in programs of the frontend language are sent as segments"
+)
 def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
     """Around the requests of SGLang's frontend backends: send text with chunks as segments.
 
@@ -73,12 +78,6 @@ def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
     json["segments"] = [_segments(item) for item in text] if isinstance(text, list) else _segments(text)
     json["link"] = [link_of(item) for item in text] if isinstance(text, list) else link_of(text)
     return stock(url, json, **kwargs)
-
-
-_SENDING = on("sglang.lang.backend.runtime_endpoint").feature(
-    "http_request", send, "AROUND", "chunks in programs of the frontend language are sent as segments"
-)
-"""Applied at the first chunk: programs without chunks send as they did."""
 
 
 def _segments(text: str) -> list[dict[str, Any]]:

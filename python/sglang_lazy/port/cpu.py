@@ -11,13 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 
 logger = logging.getLogger(__name__)
 
 CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
 POOL_SHARE = 0.25
 """The KV pool's share of the memory that is free before the model is loaded, on a CPU, unless flags size the pool."""
+HOOKS = Hooks()
 
 
 def backends_for_cpu(flags: Any) -> dict[str, str]:
@@ -56,8 +57,11 @@ def replace_triton(args: Any, resolve: Callable[[Any], None]) -> None:
     resolve(args)
 
 
+@HOOKS.on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
+    "_profile_available_bytes", "AROUND", "a KV pool that leaves memory to others on a CPU"
+)
 def bounded_pool(profile: Callable, configurator: Any, free_before: float) -> int:
-    """Around `KVCacheConfigurator._profile_available_bytes`: on a CPU, whose memory is everybody's, a share of it.
+    """On a CPU, whose memory is everybody's, a share of it.
 
     SGLang would take nearly all, as it may of a GPU's. Not if --mem-fraction-static or --max-total-tokens is given.
     free_before: GiB that were free before the model was loaded, the least among the ranks. Returns bytes.
@@ -85,26 +89,15 @@ class Unpinned(TorchFunctionMode):
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
+@HOOKS.on("sglang.srt.lora.lora_manager.LoRAManager").repair(
+    ("__init__", "prepare_lora_batch"),
+    "AROUND",
+    "LoRA on a CPU, where memory cannot be pinned",
+    "SGLang's LoRA pins memory only beside a GPU",
+)
 def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around methods of SGLang's `LoRAManager` that pin memory."""
     if torch.cuda.is_available():
         return original(*args, **kwargs)
     with Unpinned():
         return original(*args, **kwargs)
-
-
-HOOKS = (
-    on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
-        "_profile_available_bytes", bounded_pool, "AROUND", "a KV pool that leaves memory to others on a CPU"
-    ),
-    *(
-        on("sglang.srt.lora.lora_manager.LoRAManager").repair(
-            method,
-            without_pinning,
-            "AROUND",
-            "LoRA on a CPU, where memory cannot be pinned",
-            "SGLang's LoRA pins memory only beside a GPU",
-        )
-        for method in ("__init__", "prepare_lora_batch")
-    ),
-)

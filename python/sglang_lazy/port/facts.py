@@ -17,6 +17,9 @@ from sglang_lazy.core.state import RowNodes, lazy_state
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.facts import GivenImages, Taken
 
+UPDATES = tuple(f"update_weights_from_{source}" for source in ("disk", "distributed", "ipc", "tensor"))
+"""Ways to change a server's weights: names of methods of SGLang's."""
+
 
 def flags_of(args: Any) -> Any:
     """A server's flags as SGLang has resolved them.  args: its `ServerArgs`, which keep what the user gave."""

@@ -10,9 +10,14 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from sglang_lazy.attention.table import SegmentTable, table_of
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 
 _STOCK, _LINK = "stock", "link"
+HOOKS = Hooks()
+_DRAFTING = HOOKS.on(
+    "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
+)
 
 
 class LinkVariants:
@@ -39,6 +44,9 @@ def captures_linked_rows() -> bool:
     return get_capture_attention_variant() == _LINK
 
 
+@HOOKS.on("sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner").feature(
+    "capture", "BEFORE", "decode graphs for linked rows"
+)
 def add_variants(graph_runner: Any) -> None:
     """Before `DecodeCudaGraphRunner.capture`: have each shape captured again for linked rows. The models to which
     SGLang gives variants of its own reuse no chunks."""
@@ -48,6 +56,7 @@ def add_variants(graph_runner: Any) -> None:
         graph_runner.attention_graph_variants = LinkVariants(table)
 
 
+@_DRAFTING.feature("capture_one_shape", "AROUND", "graphs that draft over linked rows")
 def capture_drafting(capture: Callable, graph_runner: Any, *args: Any, **kwargs: Any) -> None:
     """Around `capture_one_shape` of the runners whose model drafts: capture the shape again for linked rows. They have
     no variants of attention, but keys of their own, see `key_of_drafting`."""
@@ -60,6 +69,7 @@ def capture_drafting(capture: Callable, graph_runner: Any, *args: Any, **kwargs:
             _set_capture_attention_variant(None)
 
 
+@_DRAFTING.feature("_make_graph_key", "AROUND", "graphs that draft over linked rows")
 def key_of_drafting(make: Callable, graph_runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `_make_graph_key` of the same runners: the graph for linked rows, if they are being captured or the batch
     has some."""
@@ -75,19 +85,3 @@ def drafts_over_chunks(graph_runner: Any) -> bool:
     """Whether the model that drafts has the link path."""
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     return table is not None and table.model.draft is not None
-
-
-_DRAFTING = (
-    "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
-    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
-)
-HOOKS = (
-    on("sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner").feature(
-        "capture", add_variants, "BEFORE", "decode graphs for linked rows"
-    ),
-    *(
-        on(runner).feature(method, function, "AROUND", "graphs that draft over linked rows")
-        for runner in _DRAFTING
-        for method, function in (("capture_one_shape", capture_drafting), ("_make_graph_key", key_of_drafting))
-    ),
-)

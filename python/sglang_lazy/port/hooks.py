@@ -5,17 +5,24 @@ import functools
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
 Process = Literal["http", "tokenizer", "scheduler"]
 """Where a required hook runs: in a process that serves HTTP; in one that has a tokenizer manager, as HTTP processes and
 engines do; or in a scheduler."""
-
-
 Kind = Literal["BEFORE", "AFTER", "AROUND"]
 """An SGLang `HookType`."""
+Role = Literal["required", "feature", "repair"]
+Names = str | tuple[str, ...]
+F = TypeVar("F", bound=Callable)
+
+
+class Decorator(Protocol):
+    """Returns the function as it is."""
+
+    def __call__(self, function: F) -> F: ...
 
 
 class Hook(NamedTuple):
@@ -27,7 +34,7 @@ class Hook(NamedTuple):
     target: str
     function: Callable
     kind: Kind
-    role: Literal["required", "feature", "repair"]
+    role: Role
     why: str
     until: str = ""
     process: Process | None = None
@@ -39,27 +46,42 @@ class Hook(NamedTuple):
 
 
 class Place:
-    """A class or module of SGLang's, by its dotted path, with hooks on its functions."""
+    """Classes or modules of SGLang's, by their dotted paths, and hooks on their functions.
 
-    def __init__(self, path: str):
-        self._path = path
+    Each method makes a decorator for the hook's function. Hooks of one function may have several names.
+    """
 
-    def required(self, name: str, function: Callable, kind: Kind, process: Process, why: str) -> Hook:
+    def __init__(self, hooks: list[Hook], paths: tuple[str, ...]):
+        self._hooks, self._paths = hooks, paths
+
+    def required(self, name: Names, kind: Kind, process: Process, why: str) -> Decorator:
         """A hook without which no prompt with chunks is served: it must have run by the end of the self-test."""
-        return Hook(f"{self._path}.{name}", function, kind, "required", why, process=process)
+        return self._decorator(name, kind, "required", why, process=process)
 
-    def feature(self, name: str, function: Callable, kind: Kind, why: str) -> Hook:
+    def feature(self, name: Names, kind: Kind, why: str) -> Decorator:
         """A hook that runs only for some requests, or with some flags."""
-        return Hook(f"{self._path}.{name}", function, kind, "feature", why)
+        return self._decorator(name, kind, "feature", why)
 
-    def repair(self, name: str, function: Callable, kind: Kind, why: str, until: str) -> Hook:
+    def repair(self, name: Names, kind: Kind, why: str, until: str) -> Decorator:
         """A hook that mends what is SGLang's own. A server starts without it."""
-        return Hook(f"{self._path}.{name}", function, kind, "repair", why, until)
+        return self._decorator(name, kind, "repair", why, until)
+
+    def _decorator(self, name: Names, kind: Kind, role: Role, why: str, until: str = "", **process: Any) -> Decorator:
+        names = (name,) if isinstance(name, str) else name
+        targets = [f"{path}.{name}" for path in self._paths for name in names]
+
+        def declare(function: F) -> F:
+            self._hooks.extend(Hook(target, function, kind, role, why, until, **process) for target in targets)
+            return function
+
+        return declare
 
 
-def on(path: str) -> Place:
-    """Where hooks stand: `on("sglang.srt.x.Scheduler").feature("step", ...)`."""
-    return Place(path)
+class Hooks(list[Hook]):
+    """The hooks of one module: `HOOKS = Hooks()`, then `@HOOKS.on("sglang.srt.x.Scheduler").feature("step", ...)`."""
+
+    def on(self, *paths: str) -> Place:
+        return Place(self, paths)
 
 
 _applied: dict[tuple[str, Callable], tuple[Hook, Any]] = {}

@@ -4,6 +4,7 @@ SGLang calls `load` in each of its processes (entry point `sglang.srt.plugins`).
 active: `activate` publishes the configuration in the environment, which the processes that SGLang spawns inherit.
 """
 
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -17,6 +18,16 @@ from sglang_lazy.port.hooks import Hook, apply, missing
 SGLANG_VERSION = "0.5.23"
 ANY_SGLANG = "SGLANG_LAZY_ANY_SGLANG"
 CACHE_BACKEND = "lazy"
+
+WITH_HOOKS = (
+    *("cpu", "repairs.http", "repairs.scheduler", "repairs.processes"),
+    *("scheduler.control", "scheduler.steps", "scheduler.schedule_policy"),
+    *("comb.pool", "model.model_runner", "model.recurrent", "graphs", "model.drafts"),
+    *("serving.http", "serving.scopes", "serving.malformed", "serving.tokenizer_manager"),
+    *("serving.chat", "serving.completions", "serving.responses", "serving.messages", "serving.usage"),
+    "scheduler.upkeep",
+)
+"""The modules of `port` with hooks: of two hooks with one target, the later wraps the earlier."""
 
 _hooks: tuple[Hook, ...] = ()
 """All hooks, once they are installed."""
@@ -69,50 +80,8 @@ def install() -> None:
 
 
 def declared() -> tuple[Hook, ...]:
-    """All hooks, in the order in which they are applied: of two with one target, the later wraps the earlier."""
-    from sglang_lazy.port import cpu, graphs
-    from sglang_lazy.port.comb import pool as comb_pool
-    from sglang_lazy.port.model import drafts, model_runner, recurrent
-    from sglang_lazy.port.repairs import http as http_repairs
-    from sglang_lazy.port.repairs import processes
-    from sglang_lazy.port.repairs import scheduler as scheduler_repairs
-    from sglang_lazy.port.scheduler import control, schedule_policy, steps, upkeep
-    from sglang_lazy.port.serving import (
-        chat,
-        completions,
-        http,
-        malformed,
-        messages,
-        responses,
-        scopes,
-        tokenizer_manager,
-        usage,
-    )
-
-    modules = (
-        cpu,
-        http_repairs,
-        scheduler_repairs,
-        processes,
-        control,
-        steps,
-        schedule_policy,
-        comb_pool,
-        model_runner,
-        recurrent,
-        graphs,
-        drafts,
-        http,
-        scopes,
-        malformed,
-        tokenizer_manager,
-        chat,
-        completions,
-        responses,
-        messages,
-        usage,
-        upkeep,
-    )
+    """All hooks, in the order in which they are applied."""
+    modules = (importlib.import_module(f"sglang_lazy.port.{name}") for name in WITH_HOOKS)
     return tuple(hook for module in modules for hook in module.HOOKS)
 
 

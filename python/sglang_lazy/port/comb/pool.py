@@ -27,13 +27,14 @@ from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.graphs import batch_of_graph
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.scheduler.producer import shares
 
 logger = logging.getLogger(__name__)
 
 NO_ROTATION = 16
 """Number of frequencies, all zero, of a rotation that changes nothing; all kernels support this many."""
+HOOKS = Hooks()
 
 
 def num_cross_layers(model_config: Any) -> int:
@@ -147,23 +148,31 @@ def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentT
     return backend
 
 
+@HOOKS.on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
+    "_apply_token_constraints", "AROUND", "the pool of encoded chunks gets its share of the memory"
+)
 def leave_room(original: Callable, configurator: Any, token_capacity: int) -> int:
-    """Around `KVCacheConfigurator._apply_token_constraints`: take the chunks' share from the decoder's pool, whose size
-    SGLang has measured or was given."""
+    """Take the chunks' share from the decoder's pool, whose size SGLang has measured or was given."""
     num_tokens = original(configurator, token_capacity)
     if not num_cross_layers(configurator.model_config):
         return num_tokens
     return int(num_tokens * (1 - LazyConfig.current().chunk_pool))
 
 
+@HOOKS.on("sglang.srt.arg_groups.overrides").feature(
+    "post_capture_kv_sizing_planned",
+    "AROUND",
+    "the pools of Comb models, and of models with recurrent layers, keep their size",
+)
 def plans_to_resize(original: Callable, args: Any) -> bool:
-    """Around `post_capture_kv_sizing_planned`: the pools are sized once, before graphs are captured."""
+    """The pools are sized once, before graphs are captured."""
     config = model_config_of(args)
     return original(args) and not (num_cross_layers(config) or mambaish_config(config))
 
 
+@HOOKS.on("sglang.srt.model_executor.model_runner.ModelRunner").feature("initialize", "BEFORE", "Comb models")
 def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ModelRunner.initialize`: register our models with SGLang, like those of an external package."""
+    """Register our models with SGLang, like those of an external package."""
     from sglang.srt.models.registry import ModelRegistry
 
     from sglang_lazy.port.comb.llama import EntryClass
@@ -171,6 +180,9 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     ModelRegistry.models[ARCHITECTURE] = EntryClass
 
 
+@HOOKS.on("sglang.srt.lora.lora_manager.LoRAManager").feature(
+    "init_lora_modules", "AFTER", "LoRA adapters of Comb models change the decoder alone"
+)
 def keep_to_the_decoder(_result: Any, manager: Any) -> None:
     """After `LoRAManager.init_lora_modules`, which selects modules by the end of their names: restore those of the
     encoder and the cross layers."""
@@ -181,31 +193,12 @@ def keep_to_the_decoder(_result: Any, manager: Any) -> None:
             replace_submodule(manager.base_model, name, modules.pop(name).base_layer)
 
 
+@HOOKS.on("sglang.srt.lora.lora.LoRAAdapter").feature(
+    "_process_weight", "BEFORE", "LoRA adapters that do not fit a Comb model are refused"
+)
 def check_weight(adapter: Any, name: str, *_args: Any) -> None:
     """Before `LoRAAdapter._process_weight`, which selects layers by their number: raise ValueError for a weight of the
     encoder or a cross layer."""
     is_comb = ARCHITECTURE in (adapter.base_hf_config.architectures or ())
     if is_comb and any(part in name for part in (".cross_layers.", ENCODER)):
         raise ValueError(f"adapters of a Comb model may change only its decoder; this one has {name!r}")
-
-
-HOOKS = (
-    on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
-        "_apply_token_constraints", leave_room, "AROUND", "the pool of encoded chunks gets its share of the memory"
-    ),
-    on("sglang.srt.arg_groups.overrides").feature(
-        "post_capture_kv_sizing_planned",
-        plans_to_resize,
-        "AROUND",
-        "the pools of Comb models, and of models with recurrent layers, keep their size",
-    ),
-    on("sglang.srt.model_executor.model_runner.ModelRunner").feature(
-        "initialize", register_model, "BEFORE", "Comb models"
-    ),
-    on("sglang.srt.lora.lora_manager.LoRAManager").feature(
-        "init_lora_modules", keep_to_the_decoder, "AFTER", "LoRA adapters of Comb models change the decoder alone"
-    ),
-    on("sglang.srt.lora.lora.LoRAAdapter").feature(
-        "_process_weight", check_weight, "BEFORE", "LoRA adapters that do not fit a Comb model are refused"
-    ),
-)

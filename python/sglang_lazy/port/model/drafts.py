@@ -23,7 +23,7 @@ from sglang_lazy.core.state import as_linked, fill_of, linked
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.attention import LinkAttention, step_rows, with_link_path
 from sglang_lazy.port.model.compat import unfit_layers
 from sglang_lazy.port.model.layers import check_layers, describe_layers
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = -1
 """In place of a token that only SGLang knows."""
+HOOKS = Hooks()
+_WORKER = HOOKS.on("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker")
 
 
 class LinkStep(LinkAttention):
@@ -95,6 +97,7 @@ class LinkSteps:
         return linked
 
 
+@_WORKER.feature("init_attention_backend", "AFTER", "drafts read chunks rotated to their places")
 def read_chunks(_result: Any, worker: Any) -> None:
     """After `EagleDraftWorker.init_attention_backend`: give the attention of its passes the link path, if the model is
     fit for it. Raises ValueError if the host cannot keep its KV, which is a part of each chunk's."""
@@ -136,6 +139,9 @@ def describe_draft(runner: Any) -> ServedModel:
     return ServedModel({layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}, layers)
 
 
+@_WORKER.feature(
+    "_draft_extend_for_prefill", "AROUND", "passes that compute the KV of drafts know the linked rows of their batch"
+)
 def extend_drafts(extend: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `EagleDraftWorker._draft_extend_for_prefill`: the model that drafts sees the same linked rows as the
     target, which has run."""
@@ -149,6 +155,9 @@ def extend_drafts(extend: Callable, worker: Any, batch: Any, *args: Any, **kwarg
         return extend(worker, batch, *args, **kwargs)
 
 
+@HOOKS.on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").feature(
+    "init_new", "AFTER", "drafts follow the prompt's order, not the row's"
+)
 def follow_prompts(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """After `ForwardBatch.init_new`: in a prefill of the model that drafts, which reads the token after each one.
     SGLang takes the next in the row, and rows of ours are permuted."""
@@ -185,6 +194,9 @@ def tokens_after(req: Any) -> array | None:
     return as_linked(req).row.permuted(tokens[1:] + array("q", [UNKNOWN]))
 
 
+@HOOKS.on("sglang.srt.mem_cache.kv_cache_builder").feature(
+    "maybe_register_hicache_draft", "AROUND", "servers that draft have a host tier for chunks only"
+)
 def copy_to_host(register: Callable, *, tree_cache: Any, draft_plan: Any) -> None:
     """Around `maybe_register_hicache_draft`, which has SGLang's host tier copy the draft's KV: it may be off."""
     if tree_cache.cache_controller is not None:
@@ -211,27 +223,9 @@ class DraftPaths:
         return deepest_paths(tokens, mask, self.draft_token_num)
 
 
+@HOOKS.on("sglang.srt.speculative.spec_info.SpeculativeAlgorithm").feature(
+    "create_worker", "AFTER", "batches with chunks verify chains that were found in earlier answers"
+)
 def with_paths(worker: type, algorithm: Any, *_args: Any, **_kwargs: Any) -> type:
     """After `SpeculativeAlgorithm.create_worker`, which returns a class."""
     return type(f"Link{worker.__name__}", (DraftPaths, worker), {}) if algorithm.is_ngram() else worker
-
-
-_WORKER = on("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker")
-HOOKS = (
-    _WORKER.feature("init_attention_backend", read_chunks, "AFTER", "drafts read chunks rotated to their places"),
-    _WORKER.feature(
-        "_draft_extend_for_prefill",
-        extend_drafts,
-        "AROUND",
-        "passes that compute the KV of drafts know the linked rows of their batch",
-    ),
-    on("sglang.srt.mem_cache.kv_cache_builder").feature(
-        "maybe_register_hicache_draft", copy_to_host, "AROUND", "servers that draft have a host tier for chunks only"
-    ),
-    on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").feature(
-        "init_new", follow_prompts, "AFTER", "drafts follow the prompt's order, not the row's"
-    ),
-    on("sglang.srt.speculative.spec_info.SpeculativeAlgorithm").feature(
-        "create_worker", with_paths, "AFTER", "batches with chunks verify chains that were found in earlier answers"
-    ),
-)

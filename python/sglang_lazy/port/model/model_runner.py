@@ -29,15 +29,19 @@ from sglang_lazy.core.supported import TESTED, Unfit
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers, with_cross_attention
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
 from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
 from sglang_lazy.port.model.layers import attention_layers, check_layers, describe_layers, window_of
 from sglang_lazy.port.model.recurrent import RecurrentLayers, state_layout, unfit_states
 
 logger = logging.getLogger(__name__)
+HOOKS = Hooks()
 
 
+@HOOKS.on("sglang.srt.configs.model_config.ModelConfig").feature(
+    "from_server_args", "AFTER", "window layers keep the KV of all tokens where one pool serves all layers"
+)
 def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `ModelConfig.from_server_args`: if chunks may be reused, let window layers keep the KV of all tokens with
     the host tier, which copies one pool, and if all layers have windows. One pool needs heads of one shape."""
@@ -149,6 +153,9 @@ def server_traits(runner: Any) -> ServerTraits:
     )
 
 
+@HOOKS.on("sglang.srt.managers.tp_worker.TpModelWorker").required(
+    "forward_batch_generation", "AROUND", "scheduler", "forward passes know the linked rows of their batch"
+)
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Around `TpModelWorker.forward_batch_generation`: make a batch's linked rows known to its whole forward pass."""
     table = table_of(worker.model_runner.req_to_token_pool)
@@ -158,6 +165,9 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         return original(worker, batch, *args, **kwargs)
 
 
+@HOOKS.on("sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2").feature(
+    "forward_batch_generation", "AROUND", "so do those that draft and verify"
+)
 def decode_with_drafts(original: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `EAGLEWorkerV2.forward_batch_generation`: the same in decode, where it drafts and verifies. In prefill it
     calls the target's worker."""
@@ -208,6 +218,9 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
             measure(req, req.last_node.chunks, table.model, batch.tree_cache.rows, all_reduce)
 
 
+@HOOKS.on("sglang.srt.model_executor.runner.eager_runner.EagerRunner").feature(
+    "execute", "AROUND", "passes of probes that end at the keys of a layer"
+)
 def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `EagerRunner.execute`: return no logits from a pass that ends at keys."""
     try:
@@ -240,6 +253,9 @@ def involves_chunks(batch: Any, table: SegmentTable) -> bool:
     return any(lazy_state(req) is not None for req in batch.reqs)
 
 
+@HOOKS.on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").required(
+    "init_new", "AFTER", "scheduler", "tokens of linked rows have their own positions"
+)
 def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """After `ForwardBatch.init_new`: set positions explicitly, since rows are permuted."""
     table = table_of(runner.req_to_token_pool)
@@ -260,6 +276,9 @@ def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> 
     forward_batch.mrope_positions = to_device(torch.cat(places, 1).numpy(), forward_batch.positions.device)
 
 
+@HOOKS.on("sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner").feature(
+    "can_run_graph", "AROUND", "batches that prefill graphs do not fit run without"
+)
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
     """Around `PrefillCudaGraphRunner.can_run_graph`: do not pad a large batch with chunks to the size of a graph."""
     runs = original(graph_runner, forward_batch)
@@ -289,32 +308,3 @@ def layer_time(runner: Any, num_tokens: int) -> float:
     """A lower bound of the device time for one layer of this model, in milliseconds; see `cost.layer_time`."""
     on_gpu = torch.device(runner.device).type == "cuda"
     return cost.layer_time(num_tokens, runner.model_config.hidden_size, tp_size(), on_gpu)
-
-
-HOOKS = (
-    on("sglang.srt.configs.model_config.ModelConfig").feature(
-        "from_server_args",
-        keep_all_tokens,
-        "AFTER",
-        "window layers keep the KV of all tokens where one pool serves all layers",
-    ),
-    on("sglang.srt.managers.tp_worker.TpModelWorker").required(
-        "forward_batch_generation",
-        forward_batch_generation,
-        "AROUND",
-        "scheduler",
-        "forward passes know the linked rows of their batch",
-    ),
-    on("sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2").feature(
-        "forward_batch_generation", decode_with_drafts, "AROUND", "so do those that draft and verify"
-    ),
-    on("sglang.srt.model_executor.forward_batch_info.ForwardBatch").required(
-        "init_new", init_new, "AFTER", "scheduler", "tokens of linked rows have their own positions"
-    ),
-    on("sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner").feature(
-        "can_run_graph", can_run_prefill_graph, "AROUND", "batches that prefill graphs do not fit run without"
-    ),
-    on("sglang.srt.model_executor.runner.eager_runner.EagerRunner").feature(
-        "execute", end_at_keys, "AROUND", "passes of probes that end at the keys of a layer"
-    ),
-)

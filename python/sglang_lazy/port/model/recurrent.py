@@ -26,7 +26,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import read_here
 from sglang_lazy.core.state import as_linked, lazy_state, linked
 from sglang_lazy.port.facts import flags_of, pass_of
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
 from sglang_lazy.recurrent.pieces import Pieces
 from sglang_lazy.recurrent.pool import StateLayout, StateMemory, StatePool, Transition
@@ -40,6 +40,7 @@ MAMBA2 = (FalconH1Config, GraniteMoeHybridConfig, NemotronHConfig)
 
 UNADAPTABLE = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """Classes that leave it to SGLang to guess the sizes of adapters, which has their scheduler fail when it loads one."""
+HOOKS = Hooks()
 
 
 class Recurrence(NamedTuple):
@@ -252,6 +253,9 @@ LINKS = {ShortConvAttnBackend: LinkConvolutions, GDNAttnBackend: LinkDeltaRule, 
 """What is mixed into SGLang's backends of recurrent layers."""
 
 
+@HOOKS.on("sglang.srt.layers.attention.attention_registry").feature(
+    "attn_backend_wrapper", "AFTER", "recurrent layers know the chunks of their batch"
+)
 def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
     """After `attn_backend_wrapper`, which adds the backend of recurrent layers: have it know of chunks.
 
@@ -271,6 +275,9 @@ def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
     return backend
 
 
+@HOOKS.on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
+    "_handle_max_mamba_cache", "AROUND", "the states of chunks get their share of the memory"
+)
 def leave_room(original: Callable, configurator: Any, rest_memory: float) -> float:
     """Around `KVCacheConfigurator._handle_max_mamba_cache`, which takes the states of requests from the memory that is
     left, in GiB: take those of chunks first."""
@@ -282,25 +289,14 @@ def leave_room(original: Callable, configurator: Any, rest_memory: float) -> flo
     return original(configurator, rest_memory)
 
 
+@HOOKS.on("sglang.srt.managers.schedule_batch.ScheduleBatch").feature(
+    "_mamba_radix_cache_v2_req_prepare_for_extend",
+    "AROUND",
+    "no state of a request with chunks, or of a fill, reaches SGLang's cache",
+)
 def untracked(original: Callable, batch: Any, req: Any) -> Any:
     """Around `ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend`, which plans where in its new tokens a
     request's state is kept for SGLang's cache: nowhere, for requests of ours."""
     if lazy_state(req) is None:
         return original(batch, req)
     return _MambaRadixCacheV2TrackEntry(track_mask=False, track_position=req.kv.mamba_next_track_idx, track_seqlen=-1)
-
-
-HOOKS = (
-    on("sglang.srt.managers.schedule_batch.ScheduleBatch").feature(
-        "_mamba_radix_cache_v2_req_prepare_for_extend",
-        untracked,
-        "AROUND",
-        "no state of a request with chunks, or of a fill, reaches SGLang's cache",
-    ),
-    on("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator").feature(
-        "_handle_max_mamba_cache", leave_room, "AROUND", "the states of chunks get their share of the memory"
-    ),
-    on("sglang.srt.layers.attention.attention_registry").feature(
-        "attn_backend_wrapper", with_states, "AFTER", "recurrent layers know the chunks of their batch"
-    ),
-)

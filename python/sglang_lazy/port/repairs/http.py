@@ -21,7 +21,7 @@ from sglang.srt.utils.auth import AuthDecision
 from starlette.background import BackgroundTask
 
 from sglang_lazy.core.remembered import Remembered, deep_size
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 
 SECONDS = 2
 """How long after a stream has ended its request is aborted."""
@@ -31,14 +31,28 @@ _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Flags whose values open something."""
 CAPACITY = 1 << 28
 """256 MiB."""
+HOOKS = Hooks()
+_TOKENIZER_MANAGER = HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 
 
+@_TOKENIZER_MANAGER.repair(
+    "_init_req_state",
+    "AFTER",
+    "a stream that has ended aborts nobody else's request",
+    "SGLang's task knows whether its request still runs",
+)
 def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's states."""
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     setattr(obj, _BEGUN, {rid: manager.rid_to_state[rid] for rid in rids})
 
 
+@_TOKENIZER_MANAGER.repair(
+    "create_abort_task",
+    "AROUND",
+    "a stream that has ended aborts nobody else's request",
+    "SGLang's task knows whether its request still runs",
+)
 def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
     """Around `TokenizerManager.create_abort_task`: abort what still runs of this request."""
 
@@ -51,14 +65,20 @@ def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
     return BackgroundTask(abort)
 
 
+@HOOKS.on("sglang.srt.utils.auth").repair(
+    "decide_request_auth", "AROUND", "API keys that are not ASCII", "SGLang compares keys as bytes"
+)
 def decide(original: Callable, **request: Any) -> AuthDecision:
-    """Around `decide_request_auth`: a key that is not ASCII is a wrong one. Comparing it raises TypeError."""
+    """A key that is not ASCII is a wrong one. Comparing it raises TypeError."""
     try:
         return original(**request)
     except TypeError:
         return AuthDecision(allowed=False)
 
 
+@HOOKS.on("sglang.srt.sampling.watermarking.core").repair(
+    "redact_watermark_secrets", "AROUND", "`/server_info` shows no keys", "SGLang hides them"
+)
 def hide(original: Callable, value: Any, **options: Any) -> Any:
     """Around `redact_watermark_secrets`, which goes through all that the server shows of itself: hide keys as well.
 
@@ -96,53 +116,24 @@ class Field:
         self._records.put(response_id, {**(self._records.get(response_id) or {}), self._name: value})
 
 
+@HOOKS.on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses").repair(
+    "__init__", "AFTER", "stored responses take bounded memory", "SGLang bounds them"
+)
 def bound(_result: Any, serving: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `OpenAIServingResponses.__init__`: store both in records that are forgotten together."""
+    """Store both in records that are forgotten together."""
     records = Remembered[str, Mapping[str, Any]](CAPACITY, size=lambda key, record: deep_size([key, record]))
     serving.response_store, serving.msg_store = Field(records, "response"), Field(records, "messages")
 
 
+@HOOKS.on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
+    ("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"),
+    "AROUND",
+    "no adapter is loaded for one of several tokenizer workers alone",
+    "SGLang's workers share a registry",
+)
 async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: Any) -> Any:
     """Around calls that load or unload an adapter: refuse them with several tokenizer workers."""
     if manager.server_args.tokenizer_worker_num == 1:
         return await change(manager, obj, *args)
     reason = "with several tokenizer workers, adapters cannot be loaded or unloaded: name them in --lora-paths"
     return LoRAUpdateOutput(success=False, error_message=reason)
-
-
-_TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
-HOOKS = (
-    _TOKENIZER_MANAGER.repair(
-        "_init_req_state",
-        begin,
-        "AFTER",
-        "a stream that has ended aborts nobody else's request",
-        "SGLang's task knows whether its request still runs",
-    ),
-    _TOKENIZER_MANAGER.repair(
-        "create_abort_task",
-        create_abort_task,
-        "AROUND",
-        "a stream that has ended aborts nobody else's request",
-        "SGLang's task knows whether its request still runs",
-    ),
-    on("sglang.srt.sampling.watermarking.core").repair(
-        "redact_watermark_secrets", hide, "AROUND", "`/server_info` shows no keys", "SGLang hides them"
-    ),
-    on("sglang.srt.utils.auth").repair(
-        "decide_request_auth", decide, "AROUND", "API keys that are not ASCII", "SGLang compares keys as bytes"
-    ),
-    on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses").repair(
-        "__init__", bound, "AFTER", "stored responses take bounded memory", "SGLang bounds them"
-    ),
-    *(
-        on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
-            change,
-            refuse_with_workers,
-            "AROUND",
-            "no adapter is loaded for one of several tokenizer workers alone",
-            "SGLang's workers share a registry",
-        )
-        for change in ("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter")
-    ),
-)

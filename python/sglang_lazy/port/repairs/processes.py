@@ -21,7 +21,7 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils import get_bool_env_var, kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 
 GRACE = 10
 """Seconds in which clients must have sent the rest of their requests, and received their answers."""
@@ -32,6 +32,9 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F) if chr(code)
 
 _server: Any = None
 """The uvicorn server of this process, if it has one."""
+HOOKS = Hooks()
+_COMMON = HOOKS.on("sglang.srt.utils.common")
+_TOKENIZER_MANAGER = HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 
 
 class Grandchild:
@@ -49,8 +52,14 @@ class Grandchild:
             return False
 
 
+@HOOKS.on("sglang.srt.utils.watchdog.SubprocessWatchdog").repair(
+    "start",
+    "BEFORE",
+    "a server ends when a scheduler under a data-parallel controller dies",
+    "SGLang's watchdog sees these schedulers",
+)
 def watch_schedulers(watchdog: Any) -> None:
-    """Before `SubprocessWatchdog.start`: also watch the schedulers of data-parallel ranks.
+    """Also watch the schedulers of data-parallel ranks.
 
     SGLang watches only their controller, which keeps running if one is killed; requests to that rank would hang.
     """
@@ -61,6 +70,12 @@ def watch_schedulers(watchdog: Any) -> None:
             watchdog._names.append(process.name())
 
 
+@_TOKENIZER_MANAGER.repair(
+    "dump_requests_before_crash",
+    "BEFORE",
+    "no traceback when requests cannot be dumped",
+    "SGLang dumps only where it was asked to",
+)
 def skip_impossible_dump(_manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `TokenizerManager.dump_requests_before_crash`: do not wait for a CUDA core dump that nobody enabled.
 
@@ -70,6 +85,12 @@ def skip_impossible_dump(_manager: Any, *_args: Any, **_kwargs: Any) -> None:
         envs.SGLANG_CUDA_COREDUMP_BEFORE_CRASH.set(False)
 
 
+@HOOKS.on("uvicorn.supervisors.multiprocess.Multiprocess").repair(
+    "__init__",
+    "AFTER",
+    "several tokenizer workers end when the server fails",
+    "SGLang's supervisor of workers handles SIGQUIT",
+)
 def end_on_quit(_result: Any, _supervisor: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `Multiprocess.__init__` of uvicorn, which supervises several tokenizer workers: SIGQUIT ends the server.
 
@@ -88,6 +109,12 @@ def start_resource_tracker() -> None:
         sys.warnoptions.pop()
 
 
+@_COMMON.repair(
+    "kill_process_tree",
+    "AROUND",
+    "processes that end without tracebacks of Python's resource tracker",
+    "SGLang leaves the tracker alone",
+)
 def spare_resource_tracker(
     kill: Callable,
     parent_pid: int | None,
@@ -95,7 +122,7 @@ def spare_resource_tracker(
     skip_pid: int | None = None,
     wait_timeout: float | None = None,
 ) -> Any:
-    """Around `kill_process_tree`: leave Python's resource tracker to a process that lives on.
+    """Leave Python's resource tracker to a process that lives on.
 
     When that process exits, a new tracker would be told of resources that it does not know, and print a traceback. The
     first one ends with the process.
@@ -105,12 +132,21 @@ def spare_resource_tracker(
     return kill(parent_pid, include_parent, skip_pid, wait_timeout)
 
 
+@HOOKS.on("uvicorn.server.Server").repair(
+    "startup", "BEFORE", "a server that ends can close its port", "SGLang closes the port first"
+)
 def keep_server(server: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `Server.startup`: so that the port can be closed."""
+    """So that the port can be closed."""
     global _server
     _server = server
 
 
+@_TOKENIZER_MANAGER.repair(
+    "sigterm_watchdog",
+    "AROUND",
+    "a server that ends answers everybody, or closes its port",
+    "SGLang closes the port first",
+)
 async def close_when_answered(end: Callable, manager: Any) -> None:
     """Around `TokenizerManager.sigterm_watchdog`: close the port when all requests have been answered.
 
@@ -148,59 +184,9 @@ class _Indented(logging.Formatter):
         return self._stock.format(record).translate(_ESCAPED)
 
 
+@_COMMON.repair("configure_logger", "AFTER", "clients cannot forge lines of the log", "SGLang escapes what it logs")
 def indent_lines(_result: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `configure_logger`: indent all lines of a message but the first."""
+    """Indent all lines of a message but the first."""
     for handler in logging.root.handlers:
         if not isinstance(handler.formatter, _Indented):
             handler.setFormatter(_Indented(handler.formatter or logging.Formatter()))
-
-
-_COMMON = on("sglang.srt.utils.common")
-_TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
-HOOKS = (
-    _COMMON.repair(
-        "kill_process_tree",
-        spare_resource_tracker,
-        "AROUND",
-        "processes that end without tracebacks of Python's resource tracker",
-        "SGLang leaves the tracker alone",
-    ),
-    on("sglang.srt.utils.watchdog.SubprocessWatchdog").repair(
-        "start",
-        watch_schedulers,
-        "BEFORE",
-        "a server ends when a scheduler under a data-parallel controller dies",
-        "SGLang's watchdog sees these schedulers",
-    ),
-    _TOKENIZER_MANAGER.repair(
-        "dump_requests_before_crash",
-        skip_impossible_dump,
-        "BEFORE",
-        "no traceback when requests cannot be dumped",
-        "SGLang dumps only where it was asked to",
-    ),
-    on("uvicorn.supervisors.multiprocess.Multiprocess").repair(
-        "__init__",
-        end_on_quit,
-        "AFTER",
-        "several tokenizer workers end when the server fails",
-        "SGLang's supervisor of workers handles SIGQUIT",
-    ),
-    _TOKENIZER_MANAGER.repair(
-        "sigterm_watchdog",
-        close_when_answered,
-        "AROUND",
-        "a server that ends answers everybody, or closes its port",
-        "SGLang closes the port first",
-    ),
-    on("uvicorn.server.Server").repair(
-        "startup", keep_server, "BEFORE", "a server that ends can close its port", "SGLang closes the port first"
-    ),
-    _COMMON.repair(
-        "configure_logger",
-        indent_lines,
-        "AFTER",
-        "clients cannot forge lines of the log",
-        "SGLang escapes what it logs",
-    ),
-)

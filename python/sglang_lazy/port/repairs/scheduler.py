@@ -25,11 +25,16 @@ from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.facts import UPDATES
+from sglang_lazy.port.hooks import Hooks
 
 _POSTPONED = "_sglang_lazy_postponed"
 """Attribute of a scheduler with messages to handle again in a later step."""
 _logger = logging.getLogger(__name__)
+HOOKS = Hooks()
+_SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
+_UPDATER = HOOKS.on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
+_ANSWERED = "SGLang answers errors of these messages"
 
 
 # mypy does not know that msgspec structs take class arguments.
@@ -50,8 +55,14 @@ class OperationError(RuntimeError):
 # In the scheduler
 
 
+@_SCHEDULER.repair(
+    "init_request_dispatcher",
+    "AFTER",
+    "an operator's failing message does not end the scheduler",
+    _ANSWERED,
+)
 def guard(_result: Any, scheduler: Any) -> None:
-    """After `Scheduler.init_request_dispatcher`: answer operators' messages with the errors of their handlers.
+    """Answer operators' messages with the errors of their handlers.
 
     Of a weight update, only refusals. Any other error may leave part of the weights loaded, on some tensor-parallel
     ranks only, so it ends the scheduler, as in SGLang.
@@ -86,6 +97,9 @@ def postpone(scheduler: Any, message: Any) -> None:
     vars(scheduler).setdefault(_POSTPONED, []).append(message)
 
 
+@_SCHEDULER.repair(
+    "process_input_requests", "AFTER", "messages that need an idle scheduler wait for it", "SGLang postpones them"
+)
 def handle_postponed(_result: Any, scheduler: Any, _messages: list[Any]) -> None:
     """After `Scheduler.process_input_requests`, once a step."""
     for message in vars(scheduler).pop(_POSTPONED, ()):
@@ -94,6 +108,12 @@ def handle_postponed(_result: Any, scheduler: Any, _messages: list[Any]) -> None
             scheduler.send_control_output(output, message)
 
 
+@_UPDATER.repair(
+    ("release_memory_occupation", *UPDATES),
+    "AROUND",
+    "weight updates wait for an idle scheduler",
+    "SGLang refuses them before it changes anything",
+)
 def when_idle(handler: Callable, updater: Any, message: Any) -> Any:
     """Around handlers of `SchedulerWeightUpdaterManager` that SGLang lets fail unless the scheduler is idle.
 
@@ -129,15 +149,27 @@ def _is_ending(scheduler: Any, req: Any) -> bool:
     return req.finished() or aborted or is_internal(req)
 
 
+@_UPDATER.repair(
+    "resume_memory_occupation",
+    "BEFORE",
+    "memory that was not released is an error",
+    _ANSWERED,
+)
 def check_released(updater: Any, message: Any) -> None:
-    """Before `SchedulerWeightUpdaterManager.resume_memory_occupation`: only what was released can be resumed."""
+    """Only what was released can be resumed."""
     tags = message.tags or GPU_MEMORY_ALL_TYPES
     if lost := [tag for tag in tags if tag not in updater.offload_tags]:
         raise OperationError(f"this memory was not released: {', '.join(lost)}")
 
 
+@_UPDATER.repair(
+    "release_memory_occupation",
+    "BEFORE",
+    "memory that was released before is an error",
+    _ANSWERED,
+)
 def check_held(updater: Any, message: Any) -> None:
-    """Before `SchedulerWeightUpdaterManager.release_memory_occupation`: only what is held can be released."""
+    """Only what is held can be released."""
     tags = message.tags or GPU_MEMORY_ALL_TYPES
     if unknown := [tag for tag in tags if tag not in GPU_MEMORY_ALL_TYPES]:
         raise OperationError(f"unknown tags: {', '.join(unknown)}; known are {', '.join(GPU_MEMORY_ALL_TYPES)}")
@@ -145,6 +177,12 @@ def check_held(updater: Any, message: Any) -> None:
         raise OperationError(f"this memory was released before: {', '.join(lost)}")
 
 
+@_SCHEDULER.repair(
+    "set_internal_state",
+    "AFTER",
+    "internal state that cannot be set is an error",
+    _ANSWERED,
+)
 def check_updated(output: Any, _scheduler: Any, message: Any) -> Any:
     """After `Scheduler.set_internal_state`, which changes all values or none, and answers with a 200 anyway."""
     if not output.updated:
@@ -158,8 +196,14 @@ def check_updated(output: Any, _scheduler: Any, message: Any) -> Any:
 # In the HTTP process
 
 
+@HOOKS.on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
+    "init_communicators",
+    "AFTER",
+    "operators get the errors of their messages",
+    _ANSWERED,
+)
 def init_communicators(_result: Any, manager: Any) -> None:
-    """After `TokenizerControlMixin.init_communicators`: pass failures to whoever waits for the answer."""
+    """Pass failures to whoever waits for the answer."""
     waiting = {spec[1].__name__: f"{spec[0]}_communicator" for spec in _COMMUNICATOR_SPECS}
 
     def fail(failure: OperationFailed) -> None:
@@ -172,8 +216,11 @@ def init_communicators(_result: Any, manager: Any) -> None:
     manager._result_dispatcher += TypeBasedDispatcher([(OperationFailed, fail)])
 
 
+@HOOKS.on("sglang.srt.managers.communicator.FanOutCommunicator").repair(
+    "__call__", "AROUND", "operators get the errors of their messages", _ANSWERED
+)
 async def call(send: Callable, communicator: Any, message: Any) -> list[Any]:
-    """Around `FanOutCommunicator.__call__`: raise OperationError if a scheduler answers with a failure."""
+    """Raise OperationError if a scheduler answers with a failure."""
     results = await send(communicator, message)
     for result in results:
         if isinstance(result, OperationFailed):
@@ -181,26 +228,25 @@ async def call(send: Callable, communicator: Any, message: Any) -> list[Any]:
     return results
 
 
-_NEED_IDLE = (
-    "release_memory_occupation",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_ipc",
-    "update_weights_from_tensor",
-)
 # Sessions
 
 
+@HOOKS.on("sglang.srt.session.session_controller.Session").repair(
+    "create_req", "BEFORE", "replaced turns of a session do not end the scheduler", "SGLang iterates over a copy"
+)
 def drop_turns(session: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `Session.create_req`: if the new turn replaces all others, drop them, so that SGLang finds none."""
+    """If the new turn replaces all others, drop them, so that SGLang finds none."""
     params = req.session_params
     if params.replace and params.rid is None and not session.streaming:
         for node in [*session.req_nodes.values()]:
             node.clear(session.req_nodes)
 
 
+@HOOKS.on("sglang.srt.session.session_controller.SessionReqNode").repair(
+    "clear", "AROUND", "long sessions can be cut", "SGLang clears them without recursion"
+)
 def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
-    """Around `SessionReqNode.clear`: abort and remove a turn and those after it. Another turn may have taken its id."""
+    """Abort and remove a turn and those after it. Another turn may have taken its id."""
     turns = [node]
     while turns:
         turn = turns.pop()
@@ -210,78 +256,3 @@ def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
         rid = turn.req.rid
         if req_dict.get(rid) is turn:
             del req_dict[rid]
-
-
-_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
-_UPDATER = on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
-HOOKS = (
-    _SCHEDULER.repair(
-        "init_request_dispatcher",
-        guard,
-        "AFTER",
-        "an operator's failing message does not end the scheduler",
-        "SGLang answers errors of these messages",
-    ),
-    _SCHEDULER.repair(
-        "process_input_requests",
-        handle_postponed,
-        "AFTER",
-        "messages that need an idle scheduler wait for it",
-        "SGLang postpones them",
-    ),
-    _SCHEDULER.repair(
-        "set_internal_state",
-        check_updated,
-        "AFTER",
-        "internal state that cannot be set is an error",
-        "SGLang answers errors of these messages",
-    ),
-    *(
-        _UPDATER.repair(
-            name,
-            when_idle,
-            "AROUND",
-            "weight updates wait for an idle scheduler",
-            "SGLang refuses them before it changes anything",
-        )
-        for name in _NEED_IDLE
-    ),
-    _UPDATER.repair(
-        "release_memory_occupation",
-        check_held,
-        "BEFORE",
-        "memory that was released before is an error",
-        "SGLang answers errors of these messages",
-    ),
-    _UPDATER.repair(
-        "resume_memory_occupation",
-        check_released,
-        "BEFORE",
-        "memory that was not released is an error",
-        "SGLang answers errors of these messages",
-    ),
-    on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
-        "init_communicators",
-        init_communicators,
-        "AFTER",
-        "operators get the errors of their messages",
-        "SGLang answers errors of these messages",
-    ),
-    on("sglang.srt.managers.communicator.FanOutCommunicator").repair(
-        "__call__",
-        call,
-        "AROUND",
-        "operators get the errors of their messages",
-        "SGLang answers errors of these messages",
-    ),
-    on("sglang.srt.session.session_controller.Session").repair(
-        "create_req",
-        drop_turns,
-        "BEFORE",
-        "replaced turns of a session do not end the scheduler",
-        "SGLang iterates over a copy",
-    ),
-    on("sglang.srt.session.session_controller.SessionReqNode").repair(
-        "clear", clear, "AROUND", "long sessions can be cut", "SGLang clears them without recursion"
-    ),
-)

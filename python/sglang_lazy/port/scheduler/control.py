@@ -18,13 +18,15 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_lazy.port.facts import admission_of, dp_rank
-from sglang_lazy.port.hooks import on, unused
+from sglang_lazy.port.facts import UPDATES, admission_of, dp_rank
+from sglang_lazy.port.hooks import Hooks, unused
 from sglang_lazy.port.repairs.scheduler import OperationError, postpone, requests_with_rows
 from sglang_lazy.storage.chunk_storage import ChunkStorage
 
 UNUSED_HOOKS = "unused hooks"
 """The verb that asks for the required hooks that have not run, as `unused`."""
+HOOKS = Hooks()
+_SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
 
 
 # mypy does not know that msgspec structs take class arguments.
@@ -50,8 +52,9 @@ class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
 hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
 
+@_SCHEDULER.required("init_request_dispatcher", "AFTER", "scheduler", "schedulers answer messages about chunks")
 def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
-    """After `Scheduler.init_request_dispatcher`: handle our messages."""
+    """Handle our messages."""
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
         admission = admission_of(scheduler)
@@ -67,10 +70,13 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
 
 
+@_SCHEDULER.feature(
+    "flush_cache", "AROUND", "aborted requests release chunks before a flush, and storage knows the model after it"
+)
 def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Around `Scheduler.flush_cache`: aborted requests, and those that wait in a paused scheduler, first release their
-    chunks. Afterwards storage hashes the model again, so that the next request need not wait for it; not while its
-    weights have left the memory."""
+    """Aborted requests, and those that wait in a paused scheduler, first release their chunks. Afterwards storage
+    hashes the model again, so that the next request need not wait for it; not while its weights have left the
+    memory."""
     admission = admission_of(scheduler)
     if admission is not None and scheduler.is_fully_idle():
         admission.let_go()
@@ -81,6 +87,7 @@ def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -
     return flushed
 
 
+@_SCHEDULER.feature("clear_hicache_storage_wrapped", "AROUND", "storage is cleared, or not")
 def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHiCacheReqOutput:
     """Around `Scheduler.clear_hicache_storage_wrapped`, which reports success whatever happens.
 
@@ -93,6 +100,9 @@ def clear_storage(_original: Callable, scheduler: Any, _message: Any) -> ClearHi
     return ClearHiCacheReqOutput(success=True)
 
 
+@HOOKS.on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager").feature(
+    UPDATES, "AFTER", "storage keeps weights apart"
+)
 def update_weights(result: Any, updater: Any, message: Any) -> Any:
     """After updates by `SchedulerWeightUpdaterManager`: without a flush, what is cached is not of these weights, and
     what they compute must not be stored under the name of those before."""
@@ -108,9 +118,10 @@ def _storage_of(scheduler: Any) -> ChunkStorage | None:
     return scheduler.tree_cache.tiers.storage
 
 
+@_SCHEDULER.feature("unload_lora_adapter", "AROUND", "an unloaded adapter's chunks are forgotten")
 def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
-    """Around `Scheduler.unload_lora_adapter`: once nothing uses the adapter, forget its chunks, since it gets a new id
-    if loaded again, and unload it. Until then, returns None.
+    """Once nothing uses the adapter, forget its chunks, since it gets a new id if loaded again, and unload it. Until
+    then, returns None.
 
     Clients have their answers or have left, but an aborted request ends with the next step, as does a fill that one of
     them has started.
@@ -125,37 +136,9 @@ def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
     return unload(scheduler, message)
 
 
+@_SCHEDULER.feature("get_internal_state", "AFTER", "/server_info reports the host tier and storage")
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
-    """After `Scheduler.get_internal_state`: add the counts of the host tier and storage."""
+    """Add the counts of the host tier and storage."""
     if admission_of(scheduler) is not None and (tiers := scheduler.tree_cache.tiers) is not None:
         result.internal_state |= tiers.numbers()
     return result
-
-
-_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
-HOOKS = (
-    _SCHEDULER.required(
-        "init_request_dispatcher",
-        init_request_dispatcher,
-        "AFTER",
-        "scheduler",
-        "schedulers answer messages about chunks",
-    ),
-    _SCHEDULER.feature(
-        "flush_cache",
-        flush_cache,
-        "AROUND",
-        "aborted requests release chunks before a flush, and storage knows the model after it",
-    ),
-    _SCHEDULER.feature("clear_hicache_storage_wrapped", clear_storage, "AROUND", "storage is cleared, or not"),
-    *(
-        on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager").feature(
-            f"update_weights_from_{source}", update_weights, "AFTER", "storage keeps weights apart"
-        )
-        for source in ("disk", "distributed", "ipc", "tensor")
-    ),
-    _SCHEDULER.feature("unload_lora_adapter", unload_adapter, "AROUND", "an unloaded adapter's chunks are forgotten"),
-    _SCHEDULER.feature(
-        "get_internal_state", get_internal_state, "AFTER", "/server_info reports the host tier and storage"
-    ),
-)

@@ -11,9 +11,16 @@ from sglang.srt.managers.schedule_policy import (
 
 from sglang_lazy.core.state import fill_of, is_internal, linked, stand_in
 from sglang_lazy.port.facts import admission_of
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
+
+HOOKS = Hooks()
+_SCHEDULE_POLICY = HOOKS.on("sglang.srt.managers.schedule_policy.SchedulePolicy")
+_PREFILL_ADDER = HOOKS.on("sglang.srt.managers.schedule_policy.PrefillAdder")
 
 
+@_SCHEDULE_POLICY.required(
+    "calc_priority", "AROUND", "scheduler", "batch formation sees what can run, fills before their parents"
+)
 def calc_priority(
     original: Callable, policy: Any, waiting_queue: list[Any], running_batch: Any = None, *args: Any, **kwargs: Any
 ) -> None:
@@ -28,6 +35,9 @@ def calc_priority(
     admission.show(waiting_queue, running_batch.reqs)
 
 
+@_SCHEDULE_POLICY.feature(
+    "_compute_prefix_matches", "AFTER", "chunks do not count as prefixes that others will compute"
+)
 def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[Any], *_args: Any) -> set[str]:
     """After `SchedulePolicy._compute_prefix_matches`, which defers requests whose prefix another request will compute.
 
@@ -40,6 +50,7 @@ def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[
     return put_off
 
 
+@_PREFILL_ADDER.feature("preempt_to_schedule", "AROUND", "nobody is preempted for fills and their parents")
 def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
     """Around `PrefillAdder.preempt_to_schedule`, which makes room for a request where there is no place for it: not
     while internal requests have places, which they give back soon, or a parent would take two. Keep the locks on chunks
@@ -56,6 +67,7 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
         admission.keeps_locks = False
 
 
+@_PREFILL_ADDER.required("add_one_req", "AROUND", "scheduler", "a batch ends after a fill that fits only in part")
 def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
     """Around `PrefillAdder.add_one_req`: stop after a request that fits only in part, since it may be a fill. SGLang
     would continue if the pool of window KV has cut it and the batch has room.
@@ -74,8 +86,11 @@ def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool,
     return result
 
 
+@HOOKS.on("sglang.srt.managers.scheduler.Scheduler").feature(
+    "can_schedule_lora_req", "AROUND", "a prompt waits for the adapter of its fill"
+)
 def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters: set[str | None]) -> bool:
-    """Around `Scheduler.can_schedule_lora_req`: if a fill is left out of a batch, leave out its parents, too.
+    """If a fill is left out of a batch, leave out its parents, too.
 
     SGLang continues with the next request, and an adapter that is being loaded may be ready when it reaches the parent.
     """
@@ -88,31 +103,3 @@ def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters:
     if not fits and fill_of(req) is not None:
         admission.left_out_adapters.add(req.lora_id)
     return fits
-
-
-_SCHEDULE_POLICY = on("sglang.srt.managers.schedule_policy.SchedulePolicy")
-_PREFILL_ADDER = on("sglang.srt.managers.schedule_policy.PrefillAdder")
-HOOKS = (
-    _SCHEDULE_POLICY.required(
-        "calc_priority",
-        calc_priority,
-        "AROUND",
-        "scheduler",
-        "batch formation sees what can run, fills before their parents",
-    ),
-    _SCHEDULE_POLICY.feature(
-        "_compute_prefix_matches",
-        compute_prefix_matches,
-        "AFTER",
-        "chunks do not count as prefixes that others will compute",
-    ),
-    _PREFILL_ADDER.required(
-        "add_one_req", add_one_req, "AROUND", "scheduler", "a batch ends after a fill that fits only in part"
-    ),
-    _PREFILL_ADDER.feature(
-        "preempt_to_schedule", preempt_to_schedule, "AROUND", "nobody is preempted for fills and their parents"
-    ),
-    on("sglang.srt.managers.scheduler.Scheduler").feature(
-        "can_schedule_lora_req", can_schedule, "AROUND", "a prompt waits for the adapter of its fill"
-    ),
-)

@@ -23,7 +23,7 @@ from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.comb.pool import new_encoder
 from sglang_lazy.port.facts import SchedulerFacts, admission_of, dp_rank
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.model_runner import server_traits
 from sglang_lazy.port.scheduler import upkeep
 from sglang_lazy.scheduler.admission import ChunkAdmission
@@ -31,9 +31,13 @@ from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.preambles import check_default_preamble, neutral_preamble
 from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
+HOOKS = Hooks()
+_SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
 
+
+@_SCHEDULER.required("__init__", "AFTER", "scheduler", "chunks are admitted to the schedule")
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `Scheduler.__init__`: attach admission to a cache that can hold chunks."""
+    """Attach admission to a cache that can hold chunks."""
     if type(scheduler.tree_cache) is CompositeCache:  # it says itself that it is SGLang's own
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
@@ -125,6 +129,9 @@ def internal_requests(scheduler: Any) -> NewRequest:
     return new_request
 
 
+@_SCHEDULER.required(
+    "_add_request_to_queue", "AROUND", "scheduler", "requests get the state of their chunks as they arrive"
+)
 def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: Any, **kwargs: Any) -> None:
     """Around `Scheduler._add_request_to_queue`, through which all requests, even retracted ones, enter the queue."""
     admission = admission_of(scheduler)
@@ -165,12 +172,16 @@ def _refuse_chunks(scheduler: Any, req: Req) -> None:
         req.set_finish_with_abort(str(error))
 
 
+@_SCHEDULER.feature("_prefetch_kvcache", "AROUND", "storage is read chunk by chunk")
 def prefetch_kvcache(original: Callable, scheduler: Any, req: Req, *args: Any, **kwargs: Any) -> None:
-    """Around `Scheduler._prefetch_kvcache`: skip it, since storage has only chunks, which are fetched on arrival."""
+    """Skip it, since storage has only chunks, which are fetched on arrival."""
     if admission_of(scheduler) is None:
         original(scheduler, req, *args, **kwargs)
 
 
+@_SCHEDULER.required(
+    "_get_new_batch_prefill_raw", "AROUND", "scheduler", "batches take only prompts whose chunks are there"
+)
 def get_new_batch_prefill_raw(
     original: Callable, scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
 ) -> tuple[Any, Any]:
@@ -206,6 +217,9 @@ def _count_users_only(attempt: Any, num_internal: int) -> None:
     attempt.finalize = lambda *, actual_prefill_bs: finalize(actual_prefill_bs=actual_prefill_bs - num_internal)
 
 
+@HOOKS.on("sglang.srt.managers.schedule_batch.ScheduleBatch").required(
+    "prepare_for_extend", "AFTER", "scheduler", "chunks and segments are entered when rows are assigned"
+)
 def prepare_for_extend(_result: Any, batch: Any) -> None:
     """After `ScheduleBatch.prepare_for_extend`, which assigns rows: publish chunks, and enter each row's segments. From
     here on SGLang counts the waiting requests."""
@@ -225,10 +239,10 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table.assign(chunks, ids, orders)
 
 
+@_SCHEDULER.required("get_next_batch_to_run", "AROUND", "scheduler", "fills and probes end after their prefill")
 def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """Around `Scheduler.get_next_batch_to_run`: remove internal requests from the last batch before it is merged into
-    the running one, and abort the one in chunked prefill if nobody waits for it any more. No other can be aborted: its
-    last piece is under way."""
+    """Remove internal requests from the last batch before it is merged into the running one, and abort the one in
+    chunked prefill if nobody waits for it any more. No other can be aborted: its last piece is under way."""
     was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
     if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
         last_batch.filter_batch(reqs_to_exclude=internal)
@@ -241,12 +255,16 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     return original(scheduler, running_batch, last_batch)
 
 
+@_SCHEDULER.feature("send_abort_output", "AROUND", "no client hears of the end of an internal request")
 def send_abort_output(send: Callable, scheduler: Any, message: Any, req: Any) -> None:
-    """Around `Scheduler.send_abort_output`: no client is to be told of an internal request."""
+    """No client is to be told of an internal request."""
     if not is_internal(req):
         send(scheduler, message, req)
 
 
+@_SCHEDULER.required(
+    "update_running_batch", "AROUND", "scheduler", "pins end before a running request is aborted for memory"
+)
 def update_running_batch(update: Callable, scheduler: Any, batch: Any) -> Any:
     """Around `Scheduler.update_running_batch`, which aborts the last request that it could not retract, if there is no
     slot for its next token: pins end first, and a prompt in chunked prefill, which is not in the batch, starts anew."""
@@ -275,9 +293,12 @@ def _retract_chunked(scheduler: Any) -> bool:
     return True
 
 
+@_SCHEDULER.required(
+    "_abort_on_queued_limit", "AROUND", "scheduler", "chunks computed ahead of use take no places in the queue"
+)
 def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
-    """Around `Scheduler._abort_on_queued_limit`: a request that was retracted had its place in the queue before, and
-    those that compute chunks ahead of use take none."""
+    """A request that was retracted had its place in the queue before, and those that compute chunks ahead of use take
+    none."""
     if scheduler.max_queued_requests is None or req.retracted_stain:
         return False
     queue = scheduler.waiting_queue
@@ -286,55 +307,3 @@ def abort_on_queued_limit(refuse: Callable, scheduler: Any, req: Any) -> bool:
     left = set(scheduler.waiting_queue)  # SGLang may drop somebody else
     scheduler.waiting_queue = [other for other in queue if is_ahead(other) or other in left]
     return refused
-
-
-_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
-HOOKS = (
-    _SCHEDULER.required("__init__", attach_admission, "AFTER", "scheduler", "chunks are admitted to the schedule"),
-    _SCHEDULER.required(
-        "_add_request_to_queue",
-        add_request_to_queue,
-        "AROUND",
-        "scheduler",
-        "requests get the state of their chunks as they arrive",
-    ),
-    _SCHEDULER.feature("_prefetch_kvcache", prefetch_kvcache, "AROUND", "storage is read chunk by chunk"),
-    _SCHEDULER.required(
-        "_get_new_batch_prefill_raw",
-        get_new_batch_prefill_raw,
-        "AROUND",
-        "scheduler",
-        "batches take only prompts whose chunks are there",
-    ),
-    on("sglang.srt.managers.schedule_batch.ScheduleBatch").required(
-        "prepare_for_extend",
-        prepare_for_extend,
-        "AFTER",
-        "scheduler",
-        "chunks and segments are entered when rows are assigned",
-    ),
-    _SCHEDULER.required(
-        "get_next_batch_to_run",
-        get_next_batch_to_run,
-        "AROUND",
-        "scheduler",
-        "fills and probes end after their prefill",
-    ),
-    _SCHEDULER.feature(
-        "send_abort_output", send_abort_output, "AROUND", "no client hears of the end of an internal request"
-    ),
-    _SCHEDULER.required(
-        "update_running_batch",
-        update_running_batch,
-        "AROUND",
-        "scheduler",
-        "pins end before a running request is aborted for memory",
-    ),
-    _SCHEDULER.required(
-        "_abort_on_queued_limit",
-        abort_on_queued_limit,
-        "AROUND",
-        "scheduler",
-        "chunks computed ahead of use take no places in the queue",
-    ),
-)

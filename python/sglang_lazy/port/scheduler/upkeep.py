@@ -15,14 +15,19 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.state import LinkedRequest, linked, unused_hits
 from sglang_lazy.port.facts import admission_of
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.scheduler.reuse import hits_by_chunk, reused_tokens
 
 COLLECTIONS = 2
 """Freeze after so many collections of the middle generation, each after some thousands of new objects."""
 _METRICS = "_sglang_lazy_chunk_metrics"
+HOOKS = Hooks()
+_SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
 
 
+@HOOKS.on("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator").required(
+    "__init__", "BEFORE", "scheduler", "answers report reused chunks"
+)
 def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """Before `_GenerationStreamAccumulator.__init__`, once a step: add chunks to the details that it asks for.
 
@@ -65,18 +70,23 @@ def publish(collector: Any) -> None:
         metrics.publish()
 
 
+@HOOKS.on("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector").feature(
+    "log_stats", "AFTER", "metrics of chunks"
+)
 def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
     """After `SchedulerMetricsCollector.log_stats`."""
     publish(collector)
 
 
+@_SCHEDULER.feature("__init__", "AFTER", "garbage collection does not visit what stays")
 def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `Scheduler.__init__`: freeze all objects, which will stay."""
+    """Freeze all objects, which will stay."""
     if admission_of(scheduler) is not None:
         gc.collect()
         gc.freeze()
 
 
+@_SCHEDULER.required("on_idle", "AROUND", "scheduler", "an idle scheduler checks its locks")
 def on_idle(original: Callable, scheduler: Any) -> None:
     """Around `Scheduler.on_idle`, which may sleep until a request comes, and logs statistics every 30 seconds."""
     publish(scheduler.metrics_collector)
@@ -99,10 +109,11 @@ def check(scheduler: Any) -> None:
         admission.check_idle()
 
 
+@_SCHEDULER.required("is_fully_idle", "AROUND", "scheduler", "a scheduler that copies chunks is not idle")
 def is_fully_idle(
     original: Callable, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
 ) -> bool:
-    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text.
+    """Not while the tree of chunks copies, since SGLang asks only the tree of text.
 
     And a paused scheduler is idle if nothing has a row, whoever asks: in SGLang a flush that may wait, unlike one that
     may not, would wait for its queue.
@@ -111,19 +122,3 @@ def is_fully_idle(
         return original(scheduler, for_health_check, ignore_waiting)
     idle = original(scheduler, for_health_check, ignore_waiting or scheduler._engine_paused)
     return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.is_copying)
-
-
-_SCHEDULER = on("sglang.srt.managers.scheduler.Scheduler")
-HOOKS = (
-    _SCHEDULER.required(
-        "is_fully_idle", is_fully_idle, "AROUND", "scheduler", "a scheduler that copies chunks is not idle"
-    ),
-    _SCHEDULER.feature("__init__", set_aside, "AFTER", "garbage collection does not visit what stays"),
-    _SCHEDULER.required("on_idle", on_idle, "AROUND", "scheduler", "an idle scheduler checks its locks"),
-    on("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator").required(
-        "__init__", report_reuse, "BEFORE", "scheduler", "answers report reused chunks"
-    ),
-    on("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector").feature(
-        "log_stats", log_stats, "AFTER", "metrics of chunks"
-    ),
-)

@@ -8,7 +8,7 @@ from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.overlay import Overlay
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving import chat_requests
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer
@@ -17,6 +17,8 @@ from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.prompts import Prompts
 from sglang_lazy.serving.rendering import RecordingTokenizer, Rendering
 from sglang_lazy.serving.salts import check_cache_salt
+
+HOOKS = Hooks()
 
 
 class MessagesWithChunks(chat_requests.MessagesWithChunks):
@@ -68,8 +70,11 @@ def _with_tokenizer(serving: Any, tokenizer: Any) -> Any:
     return view
 
 
+@HOOKS.on("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat").feature(
+    "_convert_to_internal_request", "AROUND", "chats with chunks"
+)
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
-    """Around `OpenAIServingChat._convert_to_internal_request`: render with placeholders, then insert the chunks."""
+    """Render with placeholders, then insert the chunks."""
     if not isinstance(request, ChatRequest):
         return convert(serving, request, raw_request)
     try:
@@ -93,10 +98,3 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     adapted.extra_key = request.extra_key  # as in all APIs, the layout carries the cache salt
     adapted.sampling_params = prompts.with_plan(adapted.sampling_params, plan)
     return adapted, request
-
-
-HOOKS = (
-    on("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat").feature(
-        "_convert_to_internal_request", convert_request, "AROUND", "chats with chunks"
-    ),
-)

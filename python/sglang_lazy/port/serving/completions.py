@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.text import check_separator, segments_in
@@ -14,6 +14,7 @@ from sglang_lazy.serving.validation import taking_chunks
 
 _STAND_IN = "segments"
 """The prompt with which SGLang validates a request whose prompt is given as segments."""
+HOOKS = Hooks()
 
 
 class CompletionsRequest(CompletionRequest):
@@ -51,9 +52,12 @@ class CompletionsRequest(CompletionRequest):
         return request
 
 
+@HOOKS.on("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion").feature(
+    "_convert_to_internal_request", "AROUND", "completions with chunks"
+)
 @reading()
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
-    """Around `OpenAIServingCompletion._convert_to_internal_request`: turn segments into the prompt."""
+    """Turn segments into the prompt."""
     if not isinstance(request, CompletionsRequest):
         return convert(serving, request, raw_request)
     if request.echo and request.logprobs == 0:
@@ -79,10 +83,3 @@ def _check(serving: Any, request: CompletionsRequest) -> None:
             raise ValueError(f"segments cannot be combined with {field}: leave it out, or empty")
     if serving.template_manager.completion_template_name is not None:
         raise ValueError("segments cannot be combined with a completion template (--completion-template)")
-
-
-HOOKS = (
-    on("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion").feature(
-        "_convert_to_internal_request", convert_request, "AROUND", "completions with chunks"
-    ),
-)

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.repairs.scheduler import OperationError
 from sglang_lazy.port.serving import frontend, scopes
 from sglang_lazy.port.serving.chat import ChatRequest
@@ -32,6 +32,8 @@ from sglang_lazy.serving.streams import fail_before_stream
 from sglang_lazy.serving.text import check_separator, segments_in
 from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
+
+HOOKS = Hooks()
 
 
 @dataclasses.dataclass
@@ -209,8 +211,14 @@ async def _operation_failed(_request: Request, error: Exception) -> Response:
     return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
 
 
+@HOOKS.on("sglang.srt.entrypoints.http_server").required(
+    "set_global_state",
+    "AFTER",
+    "http",
+    "routes take prompts with chunks, workers share what they know of them, a shadow compares answers",
+)
 def start(_result: Any, global_state: Any) -> None:
-    """After `http_server.set_global_state`: prepare this process to serve prompts with chunks."""
+    """Prepare this process to serve prompts with chunks."""
     manager = global_state.tokenizer_manager
     install_routes()
     frontend.share(manager)
@@ -264,14 +272,3 @@ def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
         response_class=stock.response_class,
         dependencies=stock.dependencies,
     )
-
-
-HOOKS = (
-    on("sglang.srt.entrypoints.http_server").required(
-        "set_global_state",
-        start,
-        "AFTER",
-        "http",
-        "routes take prompts with chunks, workers share what they know of them, a shadow compares answers",
-    ),
-)

@@ -19,7 +19,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.serving import fields, malformed
 from sglang_lazy.serving.conversion import Fields, Parameters, field_names, types_of
 from sglang_lazy.serving.malformed import reading
@@ -46,6 +46,9 @@ _SAMPLING = Parameters(
     wide=("sampling_seed",),
     free=("custom_params",),
 )
+_REFUSED = "SGLang refuses them with a 400"
+HOOKS = Hooks()
+_INPUT = "sglang.srt.managers.io_struct.GenerateReqInput"
 
 
 def convert_request(obj: Any) -> None:
@@ -99,12 +102,21 @@ async def _check_body(parameters: dict[str, Any]) -> None:
     await check_body(request, type(body))
 
 
+@HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager").repair(
+    "_init_req_state",
+    "AROUND",
+    "malformed parameters are refused before their request has a state",
+    _REFUSED,
+)
 def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around functions that read requests."""
     with reading():
         return function(*args, **kwargs)
 
 
+@HOOKS.on(_INPUT, "sglang.srt.managers.io_struct.EmbeddingReqInput").repair(
+    "normalize_batch_and_arguments", "AROUND", "malformed batches are refused", _REFUSED
+)
 def check_lists(normalize: Callable, obj: Any) -> None:
     """Around `normalize_batch_and_arguments` of requests: convert values, check that lists have one for each prompt."""
     if isinstance(obj.input_ids, Mapping):  # in `/api/chat`: Transformers 5 renders a chat template to a mapping
@@ -115,8 +127,9 @@ def check_lists(normalize: Callable, obj: Any) -> None:
     malformed.check_lists(vars(obj), None if obj.is_single else obj.batch_size)
 
 
+@HOOKS.on(_INPUT).repair("_handle_parallel_sampling", "AFTER", "malformed batches of samples are refused", _REFUSED)
 def check_samples(_result: Any, obj: Any) -> None:
-    """After `GenerateReqInput._handle_parallel_sampling`: limit the samples, which SGLang does not."""
+    """Limit the samples, which SGLang does not."""
     malformed.check_samples(obj.parallel_sample_num, obj.batch_size)
 
 
@@ -130,13 +143,19 @@ def check_one(obj: Any, vocab_size: int) -> None:
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 
 
+@HOOKS.on("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize").repair(
+    "_convert_to_internal_request", "BEFORE", "malformed tokens to decode are refused", _REFUSED
+)
 def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
-    """Before `OpenAIServingDetokenize._convert_to_internal_request`: refuse numbers that do not fit in 32 bits."""
+    """Refuse numbers that do not fit in 32 bits."""
     malformed.check_detokenized(request.tokens)
 
 
+@HOOKS.on("sglang.srt.managers.load_snapshot.LoadSnapshot").repair(
+    "to_dict", "AROUND", "unknown sections of /v1/loads are refused", _REFUSED
+)
 def check_sections(to_dict: Callable, snapshot: Any, include: Any = None) -> dict[str, Any]:
-    """Around `LoadSnapshot.to_dict`: answer with a 400 when it refuses, which `/v1/loads` does not handle."""
+    """Answer with a 400 when it refuses, which `/v1/loads` does not handle."""
     try:
         return to_dict(snapshot, include)
     except ValueError as error:
@@ -175,50 +194,3 @@ REFUSING = {
     )
 }
 """By SGLang's endpoint, its replacement. None of these endpoints takes chunks."""
-
-
-_INPUT = on("sglang.srt.managers.io_struct.GenerateReqInput")
-HOOKS = (
-    _INPUT.repair(
-        "normalize_batch_and_arguments",
-        check_lists,
-        "AROUND",
-        "malformed batches are refused",
-        "SGLang refuses them with a 400",
-    ),
-    _INPUT.repair(
-        "_handle_parallel_sampling",
-        check_samples,
-        "AFTER",
-        "malformed batches of samples are refused",
-        "SGLang refuses them with a 400",
-    ),
-    on("sglang.srt.managers.io_struct.EmbeddingReqInput").repair(
-        "normalize_batch_and_arguments",
-        check_lists,
-        "AROUND",
-        "malformed batches are refused",
-        "SGLang refuses them with a 400",
-    ),
-    on("sglang.srt.managers.load_snapshot.LoadSnapshot").repair(
-        "to_dict",
-        check_sections,
-        "AROUND",
-        "unknown sections of /v1/loads are refused",
-        "SGLang refuses them with a 400",
-    ),
-    on("sglang.srt.managers.tokenizer_manager.TokenizerManager").repair(
-        "_init_req_state",
-        read,
-        "AROUND",
-        "malformed parameters are refused before their request has a state",
-        "SGLang refuses them with a 400",
-    ),
-    on("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize").repair(
-        "_convert_to_internal_request",
-        check_detokenized,
-        "BEFORE",
-        "malformed tokens to decode are refused",
-        "SGLang refuses them with a 400",
-    ),
-)

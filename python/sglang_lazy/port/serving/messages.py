@@ -7,12 +7,14 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, model_validator
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.threads import Outcome
+
+HOOKS = Hooks()
 
 
 class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
@@ -55,8 +57,11 @@ def converting_ahead(serving: Any, request: Any, raw_request: Any) -> Any:
     return view
 
 
+@HOOKS.on("sglang.srt.entrypoints.anthropic.serving.AnthropicServing").feature(
+    "_convert_to_chat_completion_request", "AROUND", "Anthropic messages with chunks"
+)
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
-    """Around `AnthropicServing._convert_to_chat_completion_request`: pass on the request's chunks and salt."""
+    """Pass on the request's chunks and salt."""
     if not isinstance(request, MessagesRequest):  # only its tokens are counted
         chat = convert(serving, request)
         if not chat.messages:  # templates would fail, and SGLang answer with a 500
@@ -68,10 +73,3 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
     ours._chunk_parts, ours._refusal = request._chunk_parts, Refused
     return ours
-
-
-HOOKS = (
-    on("sglang.srt.entrypoints.anthropic.serving.AnthropicServing").feature(
-        "_convert_to_chat_completion_request", convert_messages, "AROUND", "Anthropic messages with chunks"
-    ),
-)

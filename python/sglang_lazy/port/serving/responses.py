@@ -11,7 +11,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving.chat import MessagesWithChunks, with_placeholders
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.serving import response_ids
@@ -22,6 +22,9 @@ from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.prompts import Prompts
 from sglang_lazy.serving.salts import check_cache_salt, salt_of
 from sglang_lazy.serving.threads import finished, in_thread
+
+HOOKS = Hooks()
+_RESPONSES = HOOKS.on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses")
 
 
 class ResponsesRequest(MessagesWithChunks, StockRequest):
@@ -60,16 +63,18 @@ class _History(list):
         return _History([*self, *answer], self.chunk_parts)
 
 
+@_RESPONSES.feature("_response_input_history", "AFTER", "chunks of earlier turns")
 def keep_chunks(history: list, _serving: Any, request: Any) -> list:
     """After `OpenAIServingResponses._response_input_history`, which SGLang stores, followed by the answer."""
     chunk_parts = request._chunk_parts if isinstance(request, ResponsesRequest) else None
     return _History(history, chunk_parts) if chunk_parts is not None and chunk_parts.parts else history
 
 
+@_RESPONSES.feature("_make_request", "AROUND", "responses with chunks")
 async def make_request(
     make: Callable, serving: Any, request: Any, earlier: Any, tokenizer: Any, **kwargs: Any
 ) -> tuple:
-    """Around `OpenAIServingResponses._make_request`: render with placeholders, then insert the chunks.
+    """Render with placeholders, then insert the chunks.
 
     earlier: the response that the request follows, or None.
     """
@@ -102,8 +107,11 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     return messages, [input_ids], [input_ids], processed
 
 
+@_RESPONSES.repair(
+    "_construct_input_messages", "AFTER", "responses without input are refused", "SGLang refuses them with a 400"
+)
 def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None, **_kwargs: Any) -> list:
-    """After `OpenAIServingResponses._construct_input_messages`: refuse an empty list, which would lead to a 500."""
+    """Refuse an empty list, which would lead to a 500."""
     if not messages:
         raise ValueError("input is empty")
     return messages
@@ -144,17 +152,3 @@ async def _owned(endpoint: Any, response_id: str, raw_request: Request, cache_sa
     except ValueError as error:
         return serving.create_error_response(str(error))
     return _not_found(serving, response_id, salt) or await endpoint(response_id, raw_request)
-
-
-_RESPONSES = on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses")
-HOOKS = (
-    _RESPONSES.feature("_make_request", make_request, "AROUND", "responses with chunks"),
-    _RESPONSES.feature("_response_input_history", keep_chunks, "AFTER", "chunks of earlier turns"),
-    _RESPONSES.repair(
-        "_construct_input_messages",
-        refuse_empty,
-        "AFTER",
-        "responses without input are refused",
-        "SGLang refuses them with a 400",
-    ),
-)

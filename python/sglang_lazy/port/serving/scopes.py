@@ -9,7 +9,7 @@ from sglang.srt.utils.auth import AuthLevel
 from starlette.routing import Match, Route
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.keys import SCOPE, CheckScopes, Needed, Scope, endpoint_of, read_keys
 from sglang_lazy.serving.page import AskForKey
@@ -19,6 +19,7 @@ _SHOW_KEYS = (http_server.server_info, http_server.get_server_info)
 _METRICS, _LOADS = Route("/metrics{rest:path}", AskForKey), Route("/v1/loads", AskForKey)
 """They match SGLang's routes that count the work and the memory of all tenants together, from which one could read what
 another does. SGLang serves the first one without a key. What they would call is never called."""
+HOOKS = Hooks()
 
 
 def close(app: Any) -> None:
@@ -81,8 +82,11 @@ def _is_public(scope: Any) -> bool:
     ).allowed
 
 
+@HOOKS.on("sglang.srt.utils.auth").feature(
+    "add_api_key_middleware", "AFTER", "the page of chunks asks for a key, and keys of applications have scopes"
+)
 def add_middleware(_result: Any, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
-    """After `add_api_key_middleware`: have the page ask for the key, and check the scopes of keys in a file."""
+    """Have the page ask for the key, and check the scopes of keys in a file."""
     app.add_middleware(AskForKey)
     if path := frontend.current().config.keys:
         assert admin_api_key, "check_keys has seen it"
@@ -102,13 +106,3 @@ def check_keys(config: LazyConfig, flags: Any) -> None:
         read_keys(config.keys, (flags.api_key, flags.admin_api_key))
     except ValueError as error:
         raise ValueError(f"--lazy-keys {error}") from None
-
-
-HOOKS = (
-    on("sglang.srt.utils.auth").feature(
-        "add_api_key_middleware",
-        add_middleware,
-        "AFTER",
-        "the page of chunks asks for a key, and keys of applications have scopes",
-    ),
-)

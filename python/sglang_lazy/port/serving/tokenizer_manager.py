@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.facts import UPDATES
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.malformed import check_one
 from sglang_lazy.port.serving.requests import choose_rank, keeping_tokens, learned, plan_of, served, share_report
@@ -21,8 +22,12 @@ KEY_END = "/"
 """Ends a client's key, to which SGLang appends the id of the adapter. Ids of adapters that --lora-paths names can be
 computed from their names and paths, and without an end a key of that id would be the adapter's own namespace."""
 HEALTH_ROUTES = ("/health", "/health_generate")
+HOOKS = Hooks()
+_TOKENIZER_MANAGER = HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
+_NEED_IDLE = ("flush_cache", "release_memory_occupation", *UPDATES)
 
 
+@_TOKENIZER_MANAGER.required("_init_req_state", "BEFORE", "tokenizer", "tenants are kept apart on every route")
 def begin(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
     """Before `TokenizerManager._init_req_state`, with which each request of every route begins: apply the header's
     salt, on routes of SGLang's that know none as well.
@@ -37,6 +42,7 @@ def begin(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: 
     obj.cache_salt = salt if is_one else [salt] * len(obj.sampling_params)
 
 
+@_TOKENIZER_MANAGER.required("_tokenize_one_request", "AROUND", "tokenizer", "chunks keep their tokens")
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
     """Around `TokenizerManager._tokenize_one_request`, which checks every request: announce refusals to streams, and
     keep the tokens of prompts with chunks and images."""
@@ -49,6 +55,7 @@ async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
         raise
 
 
+@_TOKENIZER_MANAGER.feature("_tokenize_texts", "AROUND", "long prompts are tokenized in threads")
 async def tokenize_texts(tokenize: Callable, manager: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `TokenizerManager._tokenize_texts`: tokenize long texts in a thread, unless SGLang does."""
     if manager.async_dynamic_batch_tokenizer is not None or (size := _num_characters(texts)) < LARGE:
@@ -60,6 +67,9 @@ def _num_characters(texts: Any) -> int:
     return len(texts) if isinstance(texts, str) else sum(map(_num_characters, texts or ()))
 
 
+@_TOKENIZER_MANAGER.required(
+    "_validate_one_request", "BEFORE", "tokenizer", "prompts with chunks are checked, and a shadow gives way"
+)
 def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
     """Before `TokenizerManager._validate_one_request`, which checks every request: have a shadow give way to it, refuse
     requests that would crash the scheduler, such as empty prompts, and check prompts with a layout.
@@ -91,6 +101,9 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     choose_rank(manager, obj, plan, input_ids)
 
 
+@_TOKENIZER_MANAGER.required(
+    "_create_tokenized_object", "AFTER", "tokenizer", "schedulers get the tenant of each request"
+)
 def to_scheduler(tokenized: Any, *_args: Any) -> Any:
     """After `TokenizerManager._create_tokenized_object`: end the client's key, and send the layout, which is of a class
     of ours that msgpack does not know, as a plain string. The scheduler trusts this process."""
@@ -102,6 +115,7 @@ def to_scheduler(tokenized: Any, *_args: Any) -> Any:
     return tokenized
 
 
+@_TOKENIZER_MANAGER.required("_wait_one_response", "AROUND", "tokenizer", "answers report reused chunks")
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
     """Around `TokenizerManager._wait_one_response`: add the link and the chunk report to a request's last output.
 
@@ -133,6 +147,7 @@ def interrupt_shadow(manager: Any, obj: Any) -> None:
         shadow.interrupt()
 
 
+@_TOKENIZER_MANAGER.feature("abort_request", "BEFORE", "a shadow ends when everything is aborted")
 def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None:
     """Before `TokenizerManager.abort_request`: if all requests are aborted, do not start the shadow again."""
     shadow = frontend_of(manager).shadow
@@ -140,6 +155,7 @@ def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None
         shadow.cancel()
 
 
+@_TOKENIZER_MANAGER.feature(_NEED_IDLE, "AROUND", "a shadow ends before what needs an idle server")
 async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Around calls that SGLang refuses or delays while the server is busy: stop the shadow first."""
     shadow = frontend_of(manager).shadow
@@ -147,41 +163,3 @@ async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any)
         await shadow.stop()
         await manager.get_internal_state()  # answered when the scheduler's last batch is over
     return await original(manager, *args, **kwargs)
-
-
-_NEED_IDLE = (
-    "flush_cache",
-    "release_memory_occupation",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
-_TOKENIZER_MANAGER = on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
-HOOKS = (
-    _TOKENIZER_MANAGER.required(
-        "_init_req_state", begin, "BEFORE", "tokenizer", "tenants are kept apart on every route"
-    ),
-    _TOKENIZER_MANAGER.required(
-        "_validate_one_request",
-        prepare_request,
-        "BEFORE",
-        "tokenizer",
-        "prompts with chunks are checked, and a shadow gives way",
-    ),
-    _TOKENIZER_MANAGER.required(
-        "_tokenize_one_request", tokenize_request, "AROUND", "tokenizer", "chunks keep their tokens"
-    ),
-    _TOKENIZER_MANAGER.feature("_tokenize_texts", tokenize_texts, "AROUND", "long prompts are tokenized in threads"),
-    _TOKENIZER_MANAGER.required(
-        "_create_tokenized_object", to_scheduler, "AFTER", "tokenizer", "schedulers get the tenant of each request"
-    ),
-    _TOKENIZER_MANAGER.required(
-        "_wait_one_response", report_chunks, "AROUND", "tokenizer", "answers report reused chunks"
-    ),
-    _TOKENIZER_MANAGER.feature("abort_request", abort_with_all, "BEFORE", "a shadow ends when everything is aborted"),
-    *(
-        _TOKENIZER_MANAGER.feature(control, make_idle, "AROUND", "a shadow ends before what needs an idle server")
-        for control in _NEED_IDLE
-    ),
-)

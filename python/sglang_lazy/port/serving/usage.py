@@ -6,8 +6,10 @@ from typing import Any
 from pydantic import BaseModel, Field
 from sglang.srt.entrypoints.openai import protocol
 
-from sglang_lazy.port.hooks import on
+from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.serving.results import CachedTokens
+
+HOOKS = Hooks()
 
 
 def extend_protocol() -> None:
@@ -24,18 +26,27 @@ def extend_protocol() -> None:
             model.model_rebuild(force=True)
 
 
+@HOOKS.on("sglang.srt.entrypoints.openai.protocol.PromptTokensDetails").feature(
+    "__init__", "AFTER", "usage tells tokens of reused chunks"
+)
 def usage_details(_result: Any, details: Any, cached_tokens: Any = 0, **_counts: Any) -> None:
-    """After `PromptTokensDetails.__init__`: add how many of the cached tokens were reused from chunks."""
+    """Add how many of the cached tokens were reused from chunks."""
     if isinstance(cached_tokens, CachedTokens):
         details.chunk_tokens = cached_tokens.chunk
 
 
+@HOOKS.on("sglang.srt.entrypoints.openai.utils").feature(
+    "cached_tokens_details_from_dict", "AFTER", "usage tells tokens of reused chunks"
+)
 def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:
-    """After `cached_tokens_details_from_dict`: copy the part from chunks."""
+    """Copy the part from chunks."""
     details.chunk = raw.get("chunk")
     return details
 
 
+@HOOKS.on("sglang.srt.observability.metrics_collector.TokenizerMetricsCollector").feature(
+    "observe_one_finished_request", "AROUND", "reused chunks are a source of cached tokens of their own"
+)
 def observe_one_finished_request(
     original: Callable,
     collector: Any,
@@ -59,19 +70,3 @@ def observe_one_finished_request(
             collector.cached_tokens_total.labels(**labels, cache_source="chunk").inc(on_device)
     numbers = (prompt_tokens, generation_tokens, cached_tokens, e2e_latency, has_grammar, details)
     original(collector, labels, *numbers, *args, **kwargs)
-
-
-HOOKS = (
-    on("sglang.srt.entrypoints.openai.protocol.PromptTokensDetails").feature(
-        "__init__", usage_details, "AFTER", "usage tells tokens of reused chunks"
-    ),
-    on("sglang.srt.entrypoints.openai.utils").feature(
-        "cached_tokens_details_from_dict", cached_tokens_details, "AFTER", "usage tells tokens of reused chunks"
-    ),
-    on("sglang.srt.observability.metrics_collector.TokenizerMetricsCollector").feature(
-        "observe_one_finished_request",
-        observe_one_finished_request,
-        "AROUND",
-        "reused chunks are a source of cached tokens of their own",
-    ),
-)
