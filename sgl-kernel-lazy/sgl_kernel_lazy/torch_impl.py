@@ -10,6 +10,7 @@ from sgl_kernel_lazy.row_attention import Row, attend, masked_scores, rows_of
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sgl_kernel_lazy.torch_copy_rotated import copy_rotated as copy_rotated
 from sgl_kernel_lazy.torch_link_states import link_states as link_states
+from sgl_kernel_lazy.torch_whole_rows import whole_rows as whole_rows
 from sgl_kernel_lazy.torch_window_rows import window_rows as window_rows
 
 # Elements of the score matrix of one step: 64 MiB of float32.

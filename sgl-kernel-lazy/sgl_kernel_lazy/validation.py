@@ -89,6 +89,42 @@ def check_window_inputs(
     check_window(window)
 
 
+def check_whole_inputs(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_ids: torch.Tensor,
+    req_to_token: torch.Tensor,
+    all_num_segments: torch.Tensor,
+    all_ends: torch.Tensor,
+    all_offsets: torch.Tensor,
+    all_ids: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_queries: int,
+) -> None:
+    """Check the arguments of `whole_rows`."""
+    device, ints = rows.device, (torch.int32,)
+    check_tensor("rows", rows, (None,), (torch.int64,), device)
+    bs = rows.shape[0]
+    check_tensor("seq_lens", seq_lens, (bs,), INTEGERS, device)
+    total = bs * num_queries
+    check_tensor("kv_indptr", kv_indptr, (total + 1,), ints, device)
+    check_tensor("kv_indices", kv_indices, (None,), ints, device)
+    check_tensor("num_segments", num_segments, (total,), ints, device)
+    check_tensor("segment_ends", segment_ends, (total, None), ints, device)
+    check_tensor("segment_offsets", segment_offsets, segment_ends.shape, ints, device)
+    check_tensor("segment_ids", segment_ids, segment_ends.shape, ints, device)
+    check_tensor("req_to_token", req_to_token, (None, None), ints, device)
+    num_rows, max_segments = req_to_token.shape[0], segment_ends.shape[1]
+    check_tensor("all_num_segments", all_num_segments[:, None], (num_rows, 1), ints, device)
+    check_tensor("all_ends", all_ends, (num_rows, max_segments), ints, device)
+    check_tensor("all_offsets", all_offsets, all_ends.shape, ints, device)
+    check_tensor("all_ids", all_ids, all_ends.shape, ints, device)
+
+
 def check_window(window: int | None) -> None:
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window: expected a positive int or None, got {window!r}")

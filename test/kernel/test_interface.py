@@ -40,7 +40,7 @@ def test_kernels_compile_for_sm90():
 
 OPS = (
     "accumulate_attention", "copy_rotated", "decode_workspace", "link_decode", "link_extend", "link_states",
-    "plan_decode", "unsupported", "window_rows",
+    "plan_decode", "unsupported", "whole_rows", "window_rows",
 )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from sgl_kernel_lazy import get_implementation, rope_cos_sin, rotate_queries
 from sglang_lazy.attention.decode_rows import DecodeRows, StepRows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.port.model.attention import copy_slots
 
 HEADS, HEAD_DIM, CONTEXT, POOL = 2, 32, 400, 2000
 ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 1024), is_neox=True)
@@ -92,11 +91,11 @@ def test_each_row_reads_its_window(seed, num_queries, for_graph, kernels):
     last positions of its prompt."""
     windows = [None, *WINDOWS]
     table, pool, (keys, values), seq_lens, exact = build(windows, seed, kernels)
-    rows = DecodeRows(table, pool.req_to_token, copy_slots, table.model, num_queries)
+    rows = DecodeRows(table, pool.req_to_token, table.model, num_queries)
     rows.allocate_for_graphs((len(ROWS) + 3) * num_queries)
     batch = StepRows(len(ROWS), torch.arange(1, len(ROWS) + 1), seq_lens, seq_lens)
     if num_queries > 1:  # SGLang counts them once they are verified
-        batch = batch._replace(seq_lens=seq_lens - num_queries, seq_lens_cpu=None).by_query(1, num_queries)
+        batch = batch._replace(seq_lens=seq_lens - num_queries, seq_lens_cpu=None, first=1, num_queries=num_queries)
     planned = rows.of(batch, for_graph)
     seen = [range(n - num_queries + 1, n + 1) for n in seq_lens.tolist()]
     seq_lens = torch.tensor(list(itertools.chain(*seen)))
@@ -128,7 +127,7 @@ def test_memory_is_logged(caplog):
     kernels = Mock(wraps=get_implementation("torch"), decode_workspace=lambda *_, **__: torch.empty(3 << 18))
     table.model.layers = {i: dataclasses.replace(one, kernels=kernels) for i, one in table.model.layers.items()}
     with caplog.at_level(logging.INFO):
-        DecodeRows(table, pool.req_to_token, copy_slots, table.model).allocate_for_graphs(1 << 12)
+        DecodeRows(table, pool.req_to_token, table.model).allocate_for_graphs(1 << 12)
     assert "3 MiB of workspace for decode" in caplog.text
     assert re.search(r"\d+ MiB of decode metadata", caplog.text)
 
@@ -137,7 +136,7 @@ def test_memory_is_logged(caplog):
 def test_a_row_that_pads_a_batch(kernels):
     """A padding row has one token, and stale contents from whichever request had the row before."""
     table, pool, _, _, _ = build(WINDOWS, 0, kernels)
-    rows = DecodeRows(table, pool.req_to_token, copy_slots, table.model)
+    rows = DecodeRows(table, pool.req_to_token, table.model)
 
     def of(rows_and_lens):
         row_ids, lens = (torch.tensor(column) for column in zip(*rows_and_lens, strict=True))
@@ -161,7 +160,7 @@ def test_layers_of_two_shapes():
     table.model.layers = {0: narrow, 1: wide, 2: narrow, 5: wide, 6: few}
     lens = seq_lens[:1]
     batch = StepRows(1, torch.tensor([1]), lens, lens)
-    planned = DecodeRows(table, pool.req_to_token, copy_slots, table.model).of(batch)
+    planned = DecodeRows(table, pool.req_to_token, table.model).of(batch)
     assert list(planned) == [layer.decode_plan for layer in (narrow, wide, few)]
     rows = [listed for listed, _ in planned.values()]
     assert rows[0] is rows[2] is not rows[1]

@@ -9,8 +9,10 @@ import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.rows import Rows
 from sglang_lazy.attention.decode_rows import DecodeRows, StepRows
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
@@ -20,7 +22,6 @@ from sglang_lazy.core.row_order import FillRow
 from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.port import graphs
 from sglang_lazy.port.model import drafts
-from sglang_lazy.port.model.attention import copy_slots
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -159,7 +160,7 @@ class StockSteps:
     def __init__(self, given, pool):
         self.attn_backends, self.link_table, self.prepared = [StockStep(), StockStep()], given, 0
         for step in self.attn_backends:
-            step.link_decode = DecodeRows(given, pool.req_to_token, copy_slots, given.model)
+            step.link_decode = DecodeRows(given, pool.req_to_token, given.model)
 
     def init_forward_metadata(self, _forward_batch):
         self.prepared += 1
@@ -201,12 +202,12 @@ def test_passes_share_a_workspace_and_plan_as_they_begin():
     given = SegmentTable(4, 1, "cpu", ServedModel({}, {0: layer, 1: layer}))
     given.model.draft = draft = ServedModel({}, {5: layer, 3: layer})
     pool = SimpleNamespace(req_to_token=torch.arange(40, dtype=torch.int32).view(4, 10))
-    target = DecodeRows(given, pool.req_to_token, copy_slots, given.model, 3)
+    target = DecodeRows(given, pool.req_to_token, given.model, 3)
     steps = [drafts.LinkStep.__new__(drafts.LinkStep) for _ in range(2)]
     for seq_len, step in enumerate(steps, 4):
         step.link_model, step._prepare = draft, lambda q, *_: (q, None)
         rows = StepRows(1, torch.tensor([2]), torch.tensor([seq_len]), None)
-        step.link_planned = DecodeRows(given, pool.req_to_token, copy_slots, draft).unplanned(rows)
+        step.link_planned = DecodeRows(given, pool.req_to_token, draft).unplanned(rows)
     assert not seen
     for step in steps:
         for layer_id in (3, 5):
@@ -220,17 +221,58 @@ def test_passes_share_a_workspace_and_plan_as_they_begin():
     assert len({id(workspace) for _, workspace, _ in seen}) == len(given.workspaces) == 1
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations of PyTorch that would launch a kernel on a GPU: all that are no views."""
+
+    VIEWS = ("slice", "view", "select", "alias", "unsqueeze", "expand", "as_strided")
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.launched.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("queries", [dict(first=1, num_queries=4), dict(first=2), dict(first=-3, num_queries=4), {}])
+def test_a_pass_in_a_graph_prepares_its_rows_in_two_launches(queries, monkeypatch):
+    """One fills them and one plans them, whichever of the passes of a step it is: each has so few layers of its own
+    that a dozen small kernels would take longer than they."""
+    ops, called = get_implementation("torch"), []
+    kernels = Mock(
+        decode_workspace=ops.decode_workspace,
+        whole_rows=lambda *_, **options: called.append(("fill", options)),
+        plan_decode=lambda *_, **__: called.append(("plan", None)),
+    )
+    layer = AttentionLayer(1, 1, 32, LayerRope(torch.zeros(16), 8, True, "cpu"), kernels=kernels)
+    given = SegmentTable(4, 1, "cpu", ServedModel({}, {0: layer}))
+    rows = DecodeRows(given, torch.zeros(4, 10, dtype=torch.int32), given.model, 4)
+    rows.allocate_for_graphs(8)
+    step = StepRows(2, torch.tensor([3, 1]), torch.tensor([4, 2]), None, **queries)
+    monkeypatch.setattr(Rows, "_check_contents", lambda _: None)  # on a CPU only
+    with Launches() as torch_itself:
+        rows.of(step, for_graph=True)
+    assert torch_itself.launched == []
+    assert called == [("fill", {"first": 0, "num_queries": 1} | queries), ("plan", None)]
+
+
 def test_queries_of_a_padded_batch():
     """SGLang's graphs are given buffers for their largest batch."""
-    rows = StepRows(1, torch.tensor([3, 0]), torch.tensor([7, 1]), None).by_query(-1, 2)
-    assert (rows.batch_size, rows.req_pool_indices.tolist(), rows.seq_lens.tolist()) == (2, [3, 3], [6, 7])
-    assert rows.req_pool_indices.is_contiguous(), "kernels read one number after the other"
+    rows = StepRows(1, torch.tensor([3, 0]), torch.tensor([7, 1]), None, first=-1, num_queries=2)
+    places, lens = rows.by_query()
+    assert (rows.size, places.tolist(), lens.tolist()) == (2, [3, 3], [6, 7])
+    assert (rows.places.tolist(), rows.lens.tolist()) == ([3], [7])
+    assert places.is_contiguous(), "kernels read one number after the other"
 
 
 def test_requests_that_pad_a_batch_have_tokens():
     """SGLang says that they have one, of which the first query of a draft's extension would see none, or fewer."""
-    rows = StepRows(2, torch.tensor([3, 0]), torch.tensor([7, 1]), torch.tensor([7, 1])).by_query(-3, 4)
-    assert rows.seq_lens.tolist() == rows.seq_lens_cpu.tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
+    rows = StepRows(2, torch.tensor([3, 0]), torch.tensor([7, 1]), torch.tensor([7, 1]), first=-3, num_queries=4)
+    _, lens = rows.by_query()
+    assert lens.tolist() == rows.seen(rows.seq_lens_cpu).tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
 
 
 def test_shapes_are_captured_for_drafts_over_chunks():

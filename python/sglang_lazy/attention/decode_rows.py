@@ -3,7 +3,7 @@
 A chain of drafts is verified as decode, with a row for each of its tokens."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +16,6 @@ from sglang_lazy.core.model import DecodePlan, ServedModel
 
 logger = logging.getLogger(__name__)
 
-CopySlots = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], None]
-"""Called with `req_to_token`, [rows, width], and `out`, [n], both int32, copies slots from the one to the other: for
-each of `rows` those from `starts` on (None: 0), as many as `lens`, to `places`; all int [k], `places` or longer."""
-
 
 class PlannedRows(NamedTuple):
     """The rows of a batch for `link_decode`, and the workspace that gets their plan."""
@@ -29,33 +25,48 @@ class PlannedRows(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The rows of a decode step, one for each query.
+    """The rows of a decode step: of each request one for each of its queries, which sees what comes before it.
 
-    batch_size: how many.
-    req_pool_indices, seq_lens: [batch_size] or more, the request's row, and how many of its tokens the query sees.
+    batch_size: of requests.
+    req_pool_indices, seq_lens: [batch_size] or more, the row of each request, and how many tokens it has there.
     seq_lens_cpu: the same, or None if they are on the device only.
+    first: how many tokens more than `seq_lens` the first query of a request sees; each after it sees one more.
+    num_queries: of each request.
     """
 
     batch_size: int
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor | None
+    first: int = 0
+    num_queries: int = 1
 
-    def by_query(self, first: int, num_queries: int) -> "StepRows":
-        """Rows of `num_queries` of each request, one for each token of a step, which sees what comes before it in its
-        request's row. The first sees `first` tokens more than `seq_lens` say. Does not synchronize with the device."""
-        bs = self.batch_size
+    @property
+    def size(self) -> int:
+        return self.batch_size * self.num_queries
 
-        def seen(lens: torch.Tensor) -> torch.Tensor:
-            of_queries = lens[:bs, None] + torch.arange(first, first + num_queries, device=lens.device)
-            return of_queries.clamp(min=1).flatten()  # a request that pads the batch of a graph has one token
+    @property
+    def places(self) -> torch.Tensor:
+        """The row of each request, [batch_size]."""
+        return self.req_pool_indices[: self.batch_size]
 
-        return StepRows(
-            bs * num_queries,
-            self.req_pool_indices[:bs, None].expand(-1, num_queries).contiguous().view(-1),
-            seen(self.seq_lens),
-            None if self.seq_lens_cpu is None else seen(self.seq_lens_cpu),
-        )
+    @property
+    def lens(self) -> torch.Tensor:
+        """How many tokens each request has there, [batch_size]."""
+        return self.seq_lens[: self.batch_size]
+
+    def by_query(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each query its request's row, and how many tokens it sees, both [size]."""
+        if self.first == 0 and self.num_queries == 1:
+            return self.places, self.lens
+        places = self.places[:, None].expand(-1, self.num_queries).contiguous().view(-1)
+        return places, self.seen(self.lens)
+
+    def seen(self, lens: torch.Tensor) -> torch.Tensor:
+        """How many tokens each query sees, [size].  lens: [batch_size] or more, `seq_lens` or `seq_lens_cpu`."""
+        queries = torch.arange(self.first, self.first + self.num_queries, device=lens.device)
+        of_queries = lens[: self.batch_size, None] + queries
+        return of_queries.clamp(min=1).flatten()  # a request that pads the batch of a graph has one token
 
 
 class DecodeRows:
@@ -65,7 +76,6 @@ class DecodeRows:
     a batch is planned when the passes planned before it have been launched.
 
     req_to_token: int32 [rows, width], the slots of each row; the same tensor for ever, whatever its data.
-    copy_slots: copies them.
     model: whose layers read these rows.
     num_queries: the most tokens of a request in one step, of all passes.
     """
@@ -74,11 +84,10 @@ class DecodeRows:
         self,
         table: SegmentTable,
         req_to_token: torch.Tensor,
-        copy_slots: CopySlots,
         model: ServedModel,
         num_queries: int = 1,
     ):
-        self._table, self._req_to_token, self._copy_slots = table, req_to_token, copy_slots
+        self._table, self._req_to_token = table, req_to_token
         num_rows, device = req_to_token.shape[0] * num_queries, table.ends.device
         plans = dict.fromkeys(layer.decode_plan for layer in model.layers.values())
         new = {
@@ -108,19 +117,19 @@ class DecodeRows:
     def unplanned(self, step: StepRows, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
         """By plan, the rows of a decode batch, copied from the live tables. Without lengths on the host, and not for a
         graph, this waits for the device."""
-        bs, places, seq_lens, on_host = step
         if for_graph:
-            memory = {window: tables.first(bs) for window, tables in self._for_graphs.items()}
+            memory = {window: tables.first(step.size) for window, tables in self._for_graphs.items()}
         else:
-            memory = self._allocate(bs, int((seq_lens if on_host is None else on_host).sum()))
-        rows = {}
+            on_host = step.seq_lens if step.seq_lens_cpu is None else step.seq_lens_cpu
+            memory = self._allocate(step.size, int(step.seen(on_host).sum()))
+        rows, table, req_to_token = {}, self._table, self._req_to_token
         for plan in {plan.window: plan for plan in self._workspaces}.values():
             tables, whole = memory[plan.window], plan.window is None
             if whole:
-                tables.fill(places, seq_lens, self._table)
-                self._copy_slots(self._req_to_token, tables.kv_indices, places, None, seq_lens, tables.kv_indptr)
+                queries = step.first, step.num_queries
+                tables.fill_whole(step.places, step.lens, table, req_to_token, plan.kernels, *queries)
             else:
-                tables.fill_window(places, seq_lens, self._table, self._req_to_token, plan)
+                tables.fill_window(*step.by_query(), table, req_to_token, plan)
             rows[plan.window] = tables.rows(whole=whole)
         return {plan: PlannedRows(rows[plan.window], workspace) for plan, workspace in self._workspaces.items()}
 

@@ -61,13 +61,42 @@ class DecodeTables:
     def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
         """Copy the segments of a decode batch from the live table, without synchronizing with the device.
 
-        The caller fills `kv_indices`.  rows: [bs] int64.  seq_lens: [bs].
+        The caller fills `kv_indices`, with slots of its own.  rows: [bs] int64.  seq_lens: [bs].
         """
         torch.cumsum(seq_lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
         torch.index_select(table.ends, 0, rows, out=self.segment_ends)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
         torch.index_select(table.ids, 0, rows, out=self.segment_ids)
+
+    def fill_whole(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table: SegmentTable,
+        req_to_token: torch.Tensor,
+        kernels: Any,
+        first: int,
+        num_queries: int,
+    ) -> None:
+        """The same in one launch, for `num_queries` of each row, including `kv_indices`; see `whole_rows`."""
+        kernels.whole_rows(
+            self.kv_indptr,
+            self.kv_indices,
+            self.num_segments,
+            self.segment_ends,
+            self.segment_offsets,
+            self.segment_ids,
+            req_to_token,
+            table.num_segments,
+            table.ends,
+            table.offsets,
+            table.ids,
+            rows,
+            seq_lens,
+            first=first,
+            num_queries=num_queries,
+        )
 
     def fill_window(
         self,
@@ -77,7 +106,7 @@ class DecodeTables:
         req_to_token: torch.Tensor,
         plan: DecodePlan,
     ) -> None:
-        """The same for the part of each row within the plan's window, including `kv_indices`."""
+        """The same for the part of each row within the plan's window, of one query each."""
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
         window_slots = table.model.window_slots

@@ -11,6 +11,7 @@ from sgl_kernel_lazy.layer import LayerKind
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_states import link_states
+from sgl_kernel_lazy.triton.whole_rows import whole_rows
 from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "link_states",
     "plan_decode",
     "unsupported",
+    "whole_rows",
     "window_rows",
 ]
 

@@ -9,6 +9,7 @@ from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.triton.link_extend import link_extend
 from sgl_kernel_lazy.triton.link_states import link_states
+from sgl_kernel_lazy.triton.whole_rows import whole_rows
 from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "link_states",
     "plan_decode",
     "unsupported",
+    "whole_rows",
     "window_rows",
 ]
 

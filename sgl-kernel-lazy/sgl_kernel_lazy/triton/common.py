@@ -13,7 +13,7 @@ from sgl_kernel_lazy.validation import FP8
 
 LOG2E = 1.4426950408889634
 # Arguments whose value or alignment changes between batches; specializing on them would compile useless variants.
-VARYING = ("bs", "nnz_qo", "num_splits", "num_spans", "stride_ends", "stride_offsets")
+VARYING = ("bs", "nnz_qo", "num_splits", "num_spans", "stride_ends", "stride_offsets", "first")
 UNALIGNED = (
     "sums", "qo_indptr", "q_positions", "kv_indptr", "kv_indices", "kv_positions",
     "num_segments", "segment_ends", "segment_offsets",

@@ -85,18 +85,17 @@ def copy_slots(
     req_to_token: torch.Tensor,
     out: torch.Tensor,
     rows: torch.Tensor,
-    starts: torch.Tensor | None,
+    starts: torch.Tensor,
     lens: torch.Tensor,
     places: torch.Tensor,
 ) -> None:
-    """Copy slots from rows of `req_to_token` to `out`: `lens` of each row, from `starts` (None: 0), to `places`."""
+    """Copy slots from rows of `req_to_token` to `out`: `lens` of each row, from `starts`, to `places`."""
     if req_to_token.is_cuda:
         create_flashinfer_kv_indices_triton[(len(rows),)](
             req_to_token, rows, lens, places, starts, out, req_to_token.stride(0)
         )
         return
-    starts = torch.zeros_like(lens) if starts is None else starts
-    for row, start, length, place in torch.stack([rows, starts, lens, places[: len(rows)]], dim=1).tolist():
+    for row, start, length, place in torch.stack([rows, starts, lens, places], dim=1).tolist():
         out[place : place + length] = req_to_token[row, start : start + length]
 
 
@@ -124,7 +123,7 @@ class LinkAttention(AttentionBackend):
         self.link_rows = runner.req_to_token_pool
         self.link_layers: dict[int, tuple[tuple, Layer]] = {}
         self.link_decode = DecodeRows(
-            table, runner.req_to_token_pool.req_to_token, copy_slots, model, num_queries(runner.server_args)
+            table, runner.req_to_token_pool.req_to_token, model, num_queries(runner.server_args)
         )
         compiled = set()
         for attn, _ in attention_layers(runner.model):
@@ -311,10 +310,10 @@ def rows_of(forward_batch: ForwardBatch) -> StepRows:
     """The rows of a decode step. A chain of drafts is verified as decode, with a row for each of its tokens."""
     rows = step_rows(forward_batch)
     if forward_batch.forward_mode.is_target_verify():
-        return rows.by_query(1, forward_batch.spec_info.draft_token_num)
+        return rows._replace(first=1, num_queries=forward_batch.spec_info.draft_token_num)
     if forward_batch.forward_mode.is_draft_extend_v2():
         num_queries = forward_batch.spec_info.num_tokens_per_req  # SGLang has counted them already
-        return rows.by_query(1 - num_queries, num_queries)
+        return rows._replace(first=1 - num_queries, num_queries=num_queries)
     return rows
 
 
