@@ -11,7 +11,7 @@ from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.facts import SchedulerFacts
 from sglang_lazy.port.serving.requests import keeping_tokens, name_apart
-from sglang_lazy.scheduler.arriving_images import images_of
+from sglang_lazy.scheduler.arrival import images_of
 from sglang_lazy.serving.images import expand, image_ranges
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.tokenization import TokenizedPrompt

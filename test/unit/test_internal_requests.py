@@ -157,7 +157,7 @@ def test_a_refused_request_begins_nothing():
     loop.submit([QUESTION], "waits")
     req = new_request([A, QUESTION], rid="refused")
     hooks.add_request_to_queue(lambda *_: None, loop, req)
-    assert lazy_state(req) is None and not loop.admission.linked_waiting
+    assert lazy_state(req) is None and not loop.admission.arrival.linked_waiting
 
 
 @pytest.mark.parametrize("link", ["block", "query:ratio=0.4"])

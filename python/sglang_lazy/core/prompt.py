@@ -214,7 +214,8 @@ class LinkedPrompt(NamedTuple):
         too, and its digest joins the path, with zeros for its token ids, which are parts of a hash.
         """
         preamble = preamble or array("q")
-        path, ids = hashlib.sha256(), as_int32(_without(images, input_ids) if images else input_ids)
+        text = _without(images, input_ids) if images else input_ids
+        path, ids = hashlib.sha256(), as_int32(text)
         variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
         path.update(b"preamble %b" % (variant or b""))
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)

@@ -12,8 +12,10 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.rows import Pass
-from sglang_lazy.core.segments import LAYOUT_PARAM
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import RowNodes, lazy_state
+from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.facts import GivenImages, Taken
 
@@ -152,11 +154,19 @@ class SchedulerFacts(RequestFacts):
     def adapter(self, req: Any) -> str | None:
         return req.lora_id
 
-    def layout(self, req: Any) -> Any | None:
+    def plan(self, req: Any) -> tuple[PromptLayout, Policy] | None:
         params = req.sampling_params.custom_params
         if not isinstance(params, dict) or LAYOUT_PARAM not in params:
             return None
-        return params[LAYOUT_PARAM] or ""  # no layout either, but one that was meant as such
+        layout = PromptLayout.unpack(params[LAYOUT_PARAM] or "", len(req.origin_input_ids))
+        return layout, policy_elsewhere(layout.link)
+
+    def drop_layout(self, req: Any) -> None:
+        """SGLang has put the request itself beside it, a cycle that would leave all it holds to the garbage
+        collector."""
+        params = req.sampling_params
+        if isinstance(params.custom_params, dict) and params.custom_params.keys() <= {LAYOUT_PARAM, "__req__"}:
+            params.custom_params = None
 
     def images(self, req: Any) -> GivenImages | None:
         inputs = req.multimodal_inputs

@@ -31,7 +31,6 @@ from sglang_lazy.core.state import (
     linked,
     stand_in,
 )
-from sglang_lazy.scheduler.ahead import Ahead
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.budget import Budget
 from sglang_lazy.scheduler.candidates import Candidates, Nodes
@@ -45,8 +44,6 @@ class ChunkAdmission:
     """Admits parents for one SGLang scheduler.
 
     holders: the admitted parents, in order of admission.
-    linked_waiting: whether the waiting queue may have a linked request; set by whoever adds one.
-    ahead: has the requests that compute chunks ahead of use give way.
     shown: the part of the queue that SGLang sees while it forms a batch; None if that is all of it.
     internal: the fills and probes that have rows, in which they keep a place for their parents.
     gave_back: whether internal or waiting requests have given back rows or locks since the last batch was formed.
@@ -74,9 +71,7 @@ class ChunkAdmission:
             self.pins.max_states = int(max_pinned * self.store.states.pool.size)
         self.control = ChunkControl(rows, self.pins)
         self.warnings = Warnings(self.store.counts)
-        self.ahead = Ahead()
         self.holders: list[Request] = []
-        self.linked_waiting = False
         self.shown: list[Request] | None = None
         self.internal: set[Request] = set()
         self.gave_back = False
@@ -119,21 +114,22 @@ class ChunkAdmission:
         """The waiting queue as batch formation may see it; admits parents while memory lasts."""
         self.reconcile()
         waiting, chunked = self.facts.waiting, self.facts.chunked
-        self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
-        if not self.linked_waiting and lazy_state(chunked) is None:
+        arrival = self.arrival
+        arrival.linked_waiting = arrival.linked_waiting and any(lazy_state(req) is not None for req in waiting)
+        if not arrival.linked_waiting and lazy_state(chunked) is None:
             return waiting
         alone = not running and chunked is None and not self.holders
-        max_pieces, act = self.arrival.limits.max_pieces, (self.cached, self._admit, self._blocked)
+        max_pieces, act = arrival.limits.max_pieces, (self.cached, self._admit, self._blocked)
         candidates = Candidates(self.store, self.budget, running, max_pieces, chunked, alone, *act)
 
         def serving() -> bool:
             others = [*running, *([] if chunked is None else [chunked])]
             return bool(candidates.requests) or not all(map(is_ahead, others))
 
-        for req in self.ahead.behind(waiting, serving) if self.ahead.waiting else waiting:
+        for req in arrival.ahead.behind(waiting, serving) if arrival.ahead.waiting else waiting:
             if not candidates.add(req):
                 break
-        return candidates.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
+        return candidates.of_one_kind(chunked, arrival.limits.traits.masks_images)
 
     def _blocked(self, req: Request, num_short: float) -> None:
         self.warnings.blocked(self.facts.rid(req), num_short, self.pins.num_tokens.total())

@@ -1,5 +1,6 @@
 """Arrival of requests with chunks: checks the layout and applies the policy."""
 
+import hashlib
 import itertools
 import math
 from array import array
@@ -11,15 +12,14 @@ import numpy as np
 from sglang_lazy.cache.device import WindowMemory
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
-from sglang_lazy.core.prompt import LinkedPrompt, Ranges
+from sglang_lazy.core.prompt import Images, LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.segments import ChunkLimit, PromptLayout
-from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
-from sglang_lazy.policies import policy_elsewhere
-from sglang_lazy.scheduler.arriving_images import images_of
+from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
+from sglang_lazy.scheduler.ahead import Ahead
 from sglang_lazy.scheduler.choices import Choices
-from sglang_lazy.scheduler.facts import Facts
+from sglang_lazy.scheduler.facts import Facts, GivenImages
 from sglang_lazy.scheduler.producer import NewRequest
 
 
@@ -51,10 +51,15 @@ class Limits(NamedTuple):
 
 
 class Arrival:
-    """Gives arriving requests their state, `req.lazy`."""
+    """Gives arriving requests their state, `req.lazy`.
+
+    linked_waiting: whether the waiting queue may have a linked request.
+    ahead: has the requests that compute chunks ahead of use give way.
+    """
 
     def __init__(self, store: ChunkStore, facts: Facts, limits: Limits, new_request: NewRequest):
         self.store, self.facts, self.limits, self.new_request = store, facts, limits, new_request
+        self.linked_waiting, self.ahead = False, Ahead()
         self.reset()
         self._probe_ids = itertools.count()
 
@@ -63,20 +68,25 @@ class Arrival:
         self._choices = Choices()
 
     def receive(self, req: Request) -> None:
-        """Set the state of a request with chunks; an invalid one will be answered with a 400."""
-        if lazy_state(req) is not None or self.facts.is_refused(req):
-            return
-        try:
-            req.lazy = self._state(req)
-        except ValueError as error:
-            self.store.counts.refused[reason_of(error)] += 1
-            self.facts.refuse(req, str(error))
+        """Set the state of a request with chunks that enters the queue, unless it has been there; an invalid one will
+        be answered with a 400."""
+        state = lazy_state(req)
+        if state is None and not self.facts.is_refused(req):
+            try:
+                req.lazy = state = self._state(req)
+            except ValueError as error:
+                self.store.counts.refused[reason_of(error)] += 1
+                self.facts.refuse(req, str(error))
+        if state is not None:
+            self.linked_waiting = True
+            self.ahead.waiting |= isinstance(state, LinkedRequest) and state.ahead
+            self.facts.drop_layout(req)
 
     def _state(self, req: Request) -> LinkedRequest | Undecided | None:
-        layout = requested_layout(self.facts, req)
-        if layout is None:
+        plan = self.facts.plan(req)
+        if plan is None:
             return None
-        policy = policy_elsewhere(layout.link)
+        layout, policy = plan
         if not policy.reuses or not layout.chunks:
             return None
         if reason := refusal(policy, self.limits.traits):
@@ -129,11 +139,12 @@ class Arrival:
         prompt = LinkedPrompt.build(
             ids, layout, kept, self.facts.extra_key(req), preamble, self.facts.adapter(req), images
         )
+        unused = sum(1 << c.index for c in prompt.unkept if hits is not None or self.store.find(c) is not None)
+        unused = unused if hits is None else unused & hits
         if prompt.unkept:
-            unused = sum(1 << c.index for c in prompt.unkept if hits is not None or self.store.find(c) is not None)
-            req.lazy_unused_hits = unused if hits is None else unused & hits
+            req.lazy_unused_hits = unused
         if not prompt.chunks:
-            self.store.count_use(prompt, (), unused_hits(req))
+            self.store.count_use(prompt, (), unused)
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
         return self._found(prompt, policy, layout.ahead)
@@ -307,10 +318,37 @@ class Arrival:
         return str(policy), self.facts.extra_key(req), self.facts.adapter(req), layout.cache_salt
 
 
-def requested_layout(facts: Facts, req: Request) -> PromptLayout | None:
-    """The layout that came with `req`, or None. Raises ValueError if it is malformed."""
-    packed = facts.layout(req)
-    return None if packed is None else PromptLayout.unpack(packed, len(facts.prompt(req)))
+def refuse_chunks(facts: Facts, req: Request) -> None:
+    """Without chunk reuse, refuse a prompt with chunks unless its policy reuses none."""
+    if facts.is_refused(req):
+        return
+    try:
+        plan = facts.plan(req)
+        if plan is not None and plan[1].reuses:
+            raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
+    except ValueError as error:
+        facts.refuse(req, str(error))
+
+
+def images_of(given: GivenImages | None, layout: PromptLayout, policy: Policy) -> Images | None:
+    """The images of a request with chunks; None if it has none.
+
+    Raises ValueError for an image inside a chunk, and for policies that do not support images.
+    """
+    if given is None:
+        return None
+    if policy.probes:
+        raise Refusal("policy", f"link {policy}: its probes see no images")
+    for first, end in given.ranges:
+        if any(first < chunk_end and start < end for start, chunk_end in layout.chunks):
+            raise ValueError("an image is inside a chunk: images are allowed only in text")
+        if policy.preamble == "lead" and first < layout.chunks[0][0]:
+            raise Refusal("policy", f"link {policy}: chunks cannot be computed after an image")
+    digests = []
+    for (first, end), content in zip(given.ranges, given.hashes, strict=True):
+        axes = given.places[:, first:end] - given.places[0, first]
+        digests.append(hashlib.sha256(b"%d %b" % (content, axes.tobytes())).digest())
+    return Images(given.items, given.ranges, digests, given.places[0])
 
 
 def check_request(facts: Facts, req: Request, layout: PromptLayout, max_chunks: int) -> None:

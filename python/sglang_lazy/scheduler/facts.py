@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.requests import Requests
+from sglang_lazy.core.segments import PromptLayout
 
 
 class Taken(NamedTuple):
@@ -74,8 +76,8 @@ class Facts(Requests, Protocol):
     def adapter(self, req: Request) -> str | None:
         """The id of its LoRA adapter."""
 
-    def layout(self, req: Request) -> Any | None:
-        """The packed layout that came with it."""
+    def plan(self, req: Request) -> tuple[PromptLayout, Policy] | None:
+        """The layout and the policy that came with it. Raises ValueError for malformed ones."""
 
     def images(self, req: Request) -> GivenImages | None:
         """Its images. Raises ValueError for other media, and for images without positions on three axes."""
@@ -107,6 +109,9 @@ class Facts(Requests, Protocol):
 
     def refuse(self, req: Request, reason: str) -> None:
         """Have it answered with a 400."""
+
+    def drop_layout(self, req: Request) -> None:
+        """Remove the layout from its parameters: its state has it."""
 
     def limit_answer(self, req: Request, max_new_tokens: int) -> None: ...
 

@@ -17,9 +17,7 @@ from sglang_lazy.comb.producer import EncoderProducer
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.policy import ServerTraits
-from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import fill_of, is_ahead, is_internal, lazy_state, linked
-from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.cache.composite import CompositeCache
 from sglang_lazy.port.comb.pool import new_encoder
 from sglang_lazy.port.facts import SchedulerFacts, admission_of, dp_rank
@@ -27,7 +25,7 @@ from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.model_runner import server_traits
 from sglang_lazy.port.scheduler import upkeep
 from sglang_lazy.scheduler.admission import ChunkAdmission
-from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
+from sglang_lazy.scheduler.arrival import Arrival, Limits, refuse_chunks
 from sglang_lazy.scheduler.preambles import check_default_preamble, neutral_preamble
 from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
@@ -136,7 +134,7 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
     """Around `Scheduler._add_request_to_queue`, through which all requests, even retracted ones, enter the queue."""
     admission = admission_of(scheduler)
     if admission is None:
-        _refuse_chunks(scheduler, req)
+        refuse_chunks(SchedulerFacts(scheduler), req)
         original(scheduler, req, *args, **kwargs)
     elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
         admission.producer.forget(req)
@@ -146,30 +144,6 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         if not scheduler.waiting_queue or scheduler.waiting_queue[-1] is not req:
             return  # refused
         admission.arrival.receive(req)  # now that it has a priority, which its probe inherits
-        if lazy_state(req) is not None:
-            admission.linked_waiting = True
-            admission.ahead.waiting |= is_ahead(req)
-            _drop_layout(req)
-
-
-def _drop_layout(req: Req) -> None:
-    """Remove the layout from the request's parameters: `req.lazy` has it now. SGLang has put the request itself there,
-    a cycle that would leave all it holds to the garbage collector."""
-    params = req.sampling_params
-    if isinstance(params.custom_params, dict) and params.custom_params.keys() <= {LAYOUT_PARAM, "__req__"}:
-        params.custom_params = None
-
-
-def _refuse_chunks(scheduler: Any, req: Req) -> None:
-    """Without chunk reuse, refuse prompts with chunks unless their policy reuses none."""
-    if req.to_finish is not None:
-        return
-    try:
-        layout = requested_layout(SchedulerFacts(scheduler), req)
-        if layout is not None and policy_elsewhere(layout.link).reuses:
-            raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
-    except ValueError as error:
-        req.set_finish_with_abort(str(error))
 
 
 @_SCHEDULER.feature("_prefetch_kvcache", "AROUND", "storage is read chunk by chunk")
