@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from rounding import Errors
-from test_gpu import ENGINE
+from test_gpu import ENGINE, options_of, wide
 
 from oracle.block_mask import Oracle
 from oracle.models import MODELS
@@ -41,11 +41,15 @@ WAYS = {
     "STANDALONE eager": {"attention_backend": "fa3", "disable_cuda_graph": True, **chain(3)},
     "EAGLE triton": {"attention_backend": "triton", **chain(3)},
     "EAGLE3 fa3": {"attention_backend": "fa3", **chain(3)},
+    # Windows, in a pool of their own, and sinks, of which the draft has none
+    "EAGLE3 gpt-oss": {**options_of("gpt-oss", attention_backend="fa3", chunked_prefill_size=1024), **chain(3)},
 }
 
 
-def model(model_dir) -> str:
-    """A Llama whose heads have the size that CUDA kernels take."""
+def model(name: str, model_dir) -> str:
+    """A model whose heads have the size that CUDA kernels take: gpt-oss, or else a Llama."""
+    if name == "gpt-oss":
+        return wide(name, model_dir)
     spec = MODELS["llama"]
     settings = {**spec.settings, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024}
     return build_model(dataclasses.replace(spec, name="llama-of-128", settings=settings), model_dir)
@@ -56,7 +60,8 @@ def served(request, model_dir):
     """An engine that drafts, the model's path, and the algorithm."""
     from sglang_lazy import Engine
 
-    algorithm, path = request.param.partition(" ")[0], model(model_dir)
+    algorithm, _, name = request.param.partition(" ")
+    path = model(name, model_dir)
     engine = Engine(
         model_path=path,
         speculative_algorithm=algorithm,
