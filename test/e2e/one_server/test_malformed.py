@@ -22,7 +22,7 @@ def sampling(**params):
 CASES = {
     # Wrong types of bodies
     "a chat that is no object": ("/v1/chat/completions", [CHAT], "the body must be an object"),
-    "no messages to count": ("/v1/messages/count_tokens", {"model": "default", "messages": []}, "messages is empty"),
+    "no messages to count": ("/v1/messages/count_tokens", {"model": "default", "messages": []}, "empty conversation"),
     "tools of no type, to count": (
         "/v1/messages/count_tokens",
         {"model": "default", "messages": [USER], "tools": [{"name": "a", "type": ["b"]}]},
@@ -33,7 +33,7 @@ CASES = {
         {"model": "default", "messages": [USER], "max_tokens": 1, "tools": [{"name": "a", "type": ["b"]}]},
         "AttributeError",
     ),
-    "no input": ("/v1/responses", {**RESPONSE, "input": []}, "input is empty"),
+    "no input": ("/v1/responses", {**RESPONSE, "input": []}, "empty conversation"),
     "metadata that no event can have": (
         "/v1/responses",
         {**RESPONSE, "stream": True, "metadata": {"a": None}},

@@ -62,12 +62,9 @@ def converting_ahead(serving: Any, request: Any, raw_request: Any) -> Any:
 )
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     """Pass on the request's chunks and salt."""
-    if not isinstance(request, MessagesRequest):  # only its tokens are counted
-        chat = convert(serving, request)
-        if not chat.messages:  # templates would fail, and SGLang answer with a 500
-            raise ValueError("messages is empty")
-        return chat
     chat = convert(serving, request)
+    if not isinstance(request, MessagesRequest):  # only its tokens are counted
+        return chat
     chat.cache_salt = request.cache_salt
     # Without validation, which might mistake fields that SGLang has set for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)

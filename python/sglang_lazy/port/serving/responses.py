@@ -107,16 +107,6 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     return messages, [input_ids], [input_ids], processed
 
 
-@_RESPONSES.repair(
-    "_construct_input_messages", "AFTER", "responses without input are refused", "SGLang refuses them with a 400"
-)
-def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None, **_kwargs: Any) -> list:
-    """Refuse an empty list, which would lead to a 500."""
-    if not messages:
-        raise ValueError("input is empty")
-    return messages
-
-
 def take_ids(serving: Any, request: Any) -> ORJSONResponse | None:
     """Give a request its id. Returns the answer for an unknown response if it follows another tenant's.
 
