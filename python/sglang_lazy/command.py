@@ -35,7 +35,7 @@ def engine_flags(
     policies: what --policies names; exits if one does not exist.
     """
     from sglang_lazy.launch_server import parse_args
-    from sglang_lazy.port.plugin import check_policy
+    from sglang_lazy.policies import check_policy
 
     for policy in policies:
         try:

@@ -46,12 +46,14 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
         parser.exit()
     if {"--help-all", "--config"}.intersection(argv):  # imports SGLang, so only now
         args, rest = _ours(parser, _expand(argv))
+    from sglang_lazy.policies import check_policy  # imports PyTorch
+
     try:
         config = from_cli_args(args)
     except ValueError as error:
         parser.error(str(error))
     try:
-        plugin.check_policy(config.default_link)
+        check_policy(config.default_link)
     except ValueError as error:
         parser.error(f"{flag('default_link')}: {error}")
     return config, rest

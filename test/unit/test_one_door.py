@@ -140,7 +140,7 @@ def test_reads_in_every_form_are_found():
 def weight(req, batch):
     req.lazy = [one.kv for one in batch.reqs]
     self.scheduler.waiting_queue[0].rid = req.sampling_params.n
-    return len(req.output_ids), facts.num_output(req), linked(req).prompt
+    return len(req.output_ids), facts.row(req), linked(req).prompt
 """
     assert sorted(attribute_reads(ast.parse(source))) == [
         "batch.reqs",

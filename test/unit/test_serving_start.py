@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 from sglang.srt.server_args import ServerArgs
 
-from sglang_lazy import launch_server
+from sglang_lazy import launch_server, policies
 from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.entrypoints.engine import Engine
@@ -338,7 +338,7 @@ def test_bad_flags_in_a_file(no_start, capsys, tmp_path):
 
 
 def test_a_policy_that_a_plugin_may_add_is_looked_up_later(no_start, capsys, monkeypatch):
-    monkeypatch.setattr(plugin, "others_installed", lambda: True)
+    monkeypatch.setattr(policies, "others_installed", lambda: True)
     assert launch_server.parse_args(["--lazy-default-link", "half"])[0].default_link == "half"
     with pytest.raises(SystemExit) as ended:
         launch_server.main(["--model-path", "m", "--lazy-default-link", "half"])
@@ -346,12 +346,12 @@ def test_a_policy_that_a_plugin_may_add_is_looked_up_later(no_start, capsys, mon
 
 
 def test_our_own_plugin_is_no_other(monkeypatch):
-    assert not plugin.others_installed(), "here are only ours and those that SGLang requires"
+    assert not policies.others_installed(), "here are only ours and those that SGLang requires"
     entries = [SimpleNamespace(module="sglang_lazy.port.plugin")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
-    assert not plugin.others_installed()
+    assert not policies.others_installed()
     entries.append(SimpleNamespace(module="policies_of_mine"))
-    assert plugin.others_installed()
+    assert policies.others_installed()
 
 
 def test_flags():

@@ -8,6 +8,7 @@ from sglang.srt.plugins import load_plugins
 
 from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
+from sglang_lazy.policies import check_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.flag_checks import check_start
 from sglang_lazy.port.serving import selftest
@@ -26,7 +27,7 @@ class Engine(ChunkMethods, engine.Engine):
 
     def __init__(self, **kwargs: Any):
         config = pop_keywords(kwargs)
-        plugin.check_policy(config.default_link)
+        check_policy(config.default_link)
         if config.shadow_rate:
             raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
         if config.keys:

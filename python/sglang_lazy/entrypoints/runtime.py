@@ -7,6 +7,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.core.config import pop_keywords
+from sglang_lazy.policies import check_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.flag_checks import check_start
 
@@ -17,7 +18,7 @@ class Runtime(runtime_endpoint.Runtime):
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, *args: Any, **kwargs: Any):
         self.pid = None  # shutdown() reads it even if the server was never started
         config = pop_keywords(kwargs)
-        plugin.check_policy(config.default_link)
+        check_policy(config.default_link)
         if kwargs.get("tokenizer_worker_num", 1) > 1:
             raise ValueError("a Runtime has one tokenizer worker: python -m sglang_lazy.launch_server can have several")
         config.check_shadow(kwargs.get("enable_metrics", False), workers=1)

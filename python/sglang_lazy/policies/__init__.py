@@ -22,7 +22,7 @@ from sglang_lazy.policies.query import Query
 from sglang_lazy.policies.static import Static
 from sglang_lazy.policies.whole import Whole
 
-__all__ = ["POLICIES", "UnknownPolicy", "get_policy", "policy_elsewhere", "register"]
+__all__ = ["POLICIES", "UnknownPolicy", "check_policy", "get_policy", "policy_elsewhere", "register"]
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -93,6 +93,22 @@ def _load_packaged() -> None:
     """Load the distribution's plugin if it is installed: clients load none, and servers check links before they do."""
     for plugin in importlib.metadata.entry_points(group="sglang.srt.plugins", name="sglang_lazy_policies"):
         plugin.load()()
+
+
+def check_policy(link: str) -> None:
+    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
+    try:
+        get_policy(link)
+    except ValueError:
+        if not others_installed():
+            raise
+
+
+def others_installed() -> bool:
+    """Whether plugins of SGLang's are installed that may add policies. Imports none."""
+    packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+    known = {"sglang_lazy", "sglang_lazy_policies", "smg_grpc_servicer"}  # SGLang requires the last
+    return not packages <= known
 
 
 def policy_elsewhere(link: str) -> Policy:

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 from array import array
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import torch
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_parallel
@@ -72,26 +72,15 @@ def admission_of(owner: Any) -> ChunkAdmission | None:
 class RequestFacts:
     """The `Requests` of SGLang."""
 
-    def rid(self, req: Any) -> str:
-        return req.rid
-
-    def prompt(self, req: Any) -> array:
-        return req.origin_input_ids
-
-    def output(self, req: Any) -> array:
-        return req.output_ids
+    rid = attrgetter("rid")
+    prompt = attrgetter("origin_input_ids")
+    output = attrgetter("output_ids")
+    row = attrgetter("kv.req_pool_idx")
+    num_cached = attrgetter("prefix_len")
+    nodes = attrgetter("last_node")
 
     def priority(self, req: Any) -> int:
         return req.priority or 0
-
-    def row(self, req: Any) -> int:
-        return req.kv.req_pool_idx
-
-    def num_cached(self, req: Any) -> int:
-        return req.prefix_len
-
-    def nodes(self, req: Any) -> RowNodes:
-        return req.last_node
 
     def lay_out(self, req: Any, tokens: array) -> None:
         req.full_untruncated_fill_ids = tokens
@@ -112,6 +101,12 @@ class RequestFacts:
 
 class SchedulerFacts(RequestFacts):
     """The `Facts` of an SGLang `Scheduler`."""
+
+    slots = attrgetter("out_cache_loc")
+    extra_key = attrgetter("extra_key")
+    adapter = attrgetter("lora_id")
+    max_new_tokens = attrgetter("sampling_params.max_new_tokens")
+    is_launched = attrgetter("kv.holds_kv")
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
@@ -144,15 +139,6 @@ class SchedulerFacts(RequestFacts):
         ends = itertools.accumulate(batch.extend_lens)
         parts = zip(batch.reqs, ends, batch.extend_lens, strict=True)
         return [Taken(req, end - num_new, end, req is not batch.chunked_req) for req, end, num_new in parts]
-
-    def slots(self, batch: Any) -> torch.Tensor:
-        return batch.out_cache_loc
-
-    def extra_key(self, req: Any) -> str | None:
-        return req.extra_key
-
-    def adapter(self, req: Any) -> str | None:
-        return req.lora_id
 
     def plan(self, req: Any) -> tuple[PromptLayout, Policy] | None:
         params = req.sampling_params.custom_params
@@ -196,17 +182,8 @@ class SchedulerFacts(RequestFacts):
     def first_logprob(self, req: Any) -> int | None:
         return req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else None
 
-    def num_output(self, req: Any) -> int:
-        return len(req.output_ids)
-
-    def max_new_tokens(self, req: Any) -> int:
-        return req.sampling_params.max_new_tokens
-
     def num_left(self, req: Any) -> int:
         return len(req.full_untruncated_fill_ids) - req.extend_end
-
-    def is_launched(self, req: Any) -> bool:
-        return req.kv.holds_kv
 
     def is_finished(self, req: Any) -> bool:
         return req.finished()

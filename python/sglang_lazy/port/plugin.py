@@ -85,24 +85,6 @@ def declared() -> tuple[Hook, ...]:
     return tuple(hook for module in modules for hook in module.HOOKS)
 
 
-def others_installed() -> bool:
-    """Whether plugins of SGLang's are installed that may add policies. Imports none."""
-    packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
-    known = {"sglang_lazy", "sglang_lazy_policies", "smg_grpc_servicer"}  # SGLang requires the last
-    return not packages <= known
-
-
-def check_policy(link: str) -> None:
-    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
-    from sglang_lazy.policies import get_policy  # imports PyTorch
-
-    try:
-        get_policy(link)
-    except ValueError:
-        if not others_installed():
-            raise
-
-
 def check_version() -> None:
     """Raise RuntimeError unless the installed SGLang is the version that the hooks were written for.
 

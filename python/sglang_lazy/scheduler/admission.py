@@ -105,6 +105,17 @@ class ChunkAdmission:
         added = [req for req in left if req not in shown]
         self.facts.waiting = [req for req in self._waiting if req not in shown or req in remains] + added
 
+    def formed(self, starving: bool) -> None:
+        """Restore the queue once a batch has been formed.  starving: whether there is none, and nothing runs."""
+        shown = self.shown or self.facts.waiting
+        self.put_back()
+        self.reconcile()
+        # With one pool for text and chunks, the head of the queue is admitted by now; with two, or where chunks have
+        # states as well, chunks may lack room, which pins hold.
+        has_own_pool = not self.rows.shares_pool or self.store.states is not None
+        if starving and (shown or self.holders or (self.facts.waiting and has_own_pool)):
+            self.make_room()
+
     @property
     def num_waiting(self) -> int:
         """How many requests of users wait, also while only part of them is in the scheduler's queue."""

@@ -71,13 +71,13 @@ class Budget:
 
     def growth(self, req: Request) -> int:
         """How many tokens to reserve for the rest of the answer to `req`, with those drafted beyond it."""
-        left = min(self.facts.max_new_tokens(req) - self.facts.num_output(req), self.max_growth)
+        left = min(self.facts.max_new_tokens(req) - len(self.facts.output(req)), self.max_growth)
         return left + self.facts.num_ahead
 
     def own_need(self, req: Request, state: LinkedRequest | None) -> int:
         """The most tokens that `req` itself will allocate: its text, its answer, and its policy's own slots."""
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
-        return len(self.facts.prompt(req)) - shared + self.facts.num_output(req) + self.growth(req) + 1
+        return len(self.facts.prompt(req)) - shared + len(self.facts.output(req)) + self.growth(req) + 1
 
     def chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
         """Free or evictable tokens that the chunks of a parent, cached at `nodes`, still need: missing chunks without

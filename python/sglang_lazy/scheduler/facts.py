@@ -90,8 +90,6 @@ class Facts(Requests, Protocol):
     def first_logprob(self, req: Request) -> int | None:
         """From which position of the prompt on it wants log-probabilities, None if from none."""
 
-    def num_output(self, req: Request) -> int: ...
-
     def max_new_tokens(self, req: Request) -> int: ...
 
     def num_left(self, req: Request) -> int:

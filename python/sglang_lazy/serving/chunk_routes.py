@@ -1,5 +1,6 @@
 """Routes through which tenants list and manage their chunks."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from http import HTTPStatus
@@ -9,7 +10,7 @@ from fastapi import Depends, Header, HTTPException, Path, Query, Request, Respon
 from fastapi.responses import ORJSONResponse
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
-from sglang_lazy.core.config import SALT_HEADER
+from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER
 from sglang_lazy.serving import chunk_calls, chunk_schemas
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.frontend import Frontend
@@ -257,10 +258,16 @@ async def why(frontend: Process, rid: str, tenant: Tenant, everybody: Everybody)
         raise _refused(error) from None
 
 
+async def lazy_info(frontend: Process) -> dict[str, Any]:
+    """The server's configuration. Only servers that understand chunks have this route."""
+    return {"config": dataclasses.asdict(frontend.config)}
+
+
 def add_routes(app: Any, frontend: Callable[[], Frontend]) -> None:
     """Add the routes, once.  frontend: returns the state of this process."""
     app.state.lazy_frontend = frontend
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
+        app.get(INFO_ROUTE)(lazy_info)
         app.get(CHUNKS_ROUTE, **chunk_schemas.LIST)(list_chunks)
         app.post(CHUNKS_ROUTE, **chunk_schemas.REGISTER)(register_chunks)
         app.get(CHUNKS_ROUTE + "/{chunk_id}", **chunk_schemas.GET)(get_chunk)

@@ -12,8 +12,10 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.salts import check_cache_salt
 from sglang_lazy.serving.server import Server
+from sglang_lazy.serving.text import check_separator, segments_in
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
 from sglang_lazy.serving.trained_tokens import add_trained_tokens, remove_trained_tokens, tokens_for
+from sglang_lazy.serving.validation import taking_chunks
 
 
 def is_batch(segments: Any) -> bool:
@@ -71,6 +73,20 @@ class Prompts:
     def separator(self, given: str | None) -> str:
         """The separator that a request has given, or the server's if it names none; empty for none."""
         return self.config.chunk_separator if given is None else given
+
+    def take_segments(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """A completion's body, with the segments of its prompt if that is text with a separator; and which of its
+        fields are given.  Raises ValueError for a separator of what is no text."""
+        separator = body.get("chunk_separator")
+        if body.get("segments") is not None:
+            check_separator(separator, None)
+        elif isinstance(separator, str | None):
+            with taking_chunks():
+                segments = segments_in(body.get("prompt"), self.separator(separator), self.limit(body.get("link")))
+            body = body if segments is None else {**body, "segments": segments, "prompt": None}
+        given = frozenset(name for name, value in body.items() if value is not None)
+        # OpenAI's client does not let one leave the prompt out.
+        return body, given - {"prompt"} if body.get("prompt") in ("", []) else given
 
     @functools.cached_property
     def roles(self) -> Sequence[str]:

@@ -171,16 +171,7 @@ def get_new_batch_prefill_raw(
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
     if batch is not None and prefill_delayer_single_pass is not None:
         _count_users_only(prefill_delayer_single_pass, sum(map(is_internal, batch.reqs)))
-    shown = admission.shown or scheduler.waiting_queue
-    admission.put_back()
-    admission.reconcile()
-    if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        # With one pool for text and chunks, the head of the queue is admitted by now; with two, or where chunks have
-        # states as well, chunks may lack room, which pins hold.
-        has_own_pool = not admission.rows.shares_pool or admission.store.states is not None
-        lacks_room = scheduler.waiting_queue and has_own_pool
-        if shown or admission.holders or lacks_room:
-            admission.make_room()
+    admission.formed(starving=batch is None and running_batch.is_empty() and scheduler.chunked_req is None)
     return batch, running_batch
 
 
@@ -201,13 +192,13 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     if table is None:
         return
     batch.tree_cache.admission.put_back()
-    rows = [req.kv.req_pool_idx for req in batch.reqs]
-    if table.linked_rows.isdisjoint(rows) and all(lazy_state(req) is None for req in batch.reqs):
+    reqs = {req.kv.req_pool_idx: req for req in batch.reqs}
+    if table.linked_rows.isdisjoint(reqs) and all(lazy_state(req) is None for req in batch.reqs):
         return  # prompts without chunks, in rows that had none
     batch.tree_cache.admission.launch(batch)
-    states = {req.kv.req_pool_idx: linked(req) for req in batch.reqs}
+    states = {row: linked(req) for row, req in reqs.items()}
     chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
-    nodes = {req.kv.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.kv.req_pool_idx]}
+    nodes = {row: req.last_node.chunks.nodes for row, req in reqs.items() if chunks[row]}
     ids = {row: [*map(batch.tree_cache.store.segment_id, chunks[row], ends)] for row, ends in nodes.items()}
     orders = {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes}
     table.assign(chunks, ids, orders)

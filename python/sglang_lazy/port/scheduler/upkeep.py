@@ -35,15 +35,11 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
     """
 
     def details(req: Req) -> dict | None:
-        state = linked(req)
-        if state is None and not unused_hits(req):
-            return get_cached_tokens_details(req)
+        state, unused = linked(req), unused_hits(req)
         if state is None:
-            return {
-                **(get_cached_tokens_details(req) or {"device": 0, "host": 0}),
-                "chunk": 0,
-                **hits_by_chunk(None, unused_hits(req), req.finished()),
-            }
+            known = get_cached_tokens_details(req)
+            hits = hits_by_chunk(None, unused, req.finished())
+            return {**(known or {"device": 0, "host": 0}), "chunk": 0, **hits} if unused else known
         reported = cached_tokens_details(req, state)
         if "storage" in reported:  # as SGLang reports it
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name

@@ -9,11 +9,8 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.malformed import reading
-from sglang_lazy.serving.text import check_separator, segments_in
-from sglang_lazy.serving.validation import taking_chunks
+from sglang_lazy.serving.text import check_separator
 
-_STAND_IN = "segments"
-"""The prompt with which SGLang validates a request whose prompt is given as segments."""
 HOOKS = Hooks()
 
 
@@ -30,24 +27,9 @@ class CompletionsRequest(CompletionRequest):
     @model_validator(mode="wrap")
     @classmethod
     def _take_segments(cls, data: Any, handler: ModelWrapValidatorHandler) -> "CompletionsRequest":
-        given: frozenset[str] = frozenset()
-        if isinstance(data, dict):
-            separator = data.get("chunk_separator")
-            if data.get("segments") is not None:
-                check_separator(separator, None)
-            elif isinstance(separator, str | None):
-                prompts = frontend.current().prompts
-                with taking_chunks():
-                    segments = segments_in(
-                        data.get("prompt"), prompts.separator(separator), prompts.limit(data.get("link"))
-                    )
-                data = data if segments is None else {**data, "segments": segments, "prompt": None}
-            given = frozenset(name for name, value in data.items() if value is not None)
-            if data.get("prompt") in ("", []):  # which OpenAI's client does not let one leave out
-                given -= {"prompt"}
-            if "segments" in given and "prompt" not in given:
-                data = {**data, "prompt": _STAND_IN}
-        request = handler(data)
+        data, given = frontend.current().prompts.take_segments(data) if isinstance(data, dict) else (data, frozenset())
+        # SGLang validates a prompt, too.
+        request = handler({**data, "prompt": "segments"} if "segments" in given and "prompt" not in given else data)
         request._given = given
         return request
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
+from operator import attrgetter
 from typing import Any, cast
 
 from fastapi import HTTPException
@@ -54,36 +55,20 @@ def current() -> Frontend:
 class ManagedServer:
     """The `Server` of a tokenizer manager."""
 
+    tokenizer = property(attrgetter("_manager.tokenizer"))
+    vocab_size = property(attrgetter("_manager.model_config.vocab_size"))
+    context_len = property(attrgetter("_manager.context_len"))
+    truncates = property(attrgetter("_manager.allow_auto_truncate"))
+    model_path = property(attrgetter("_manager.model_path"))
+    num_workers = property(attrgetter("_manager.server_args.tokenizer_worker_num"))
+    is_ending = property(attrgetter("_manager.gracefully_exit"))
+
     def __init__(self, manager: Any):
         self._manager = manager
 
     @property
-    def tokenizer(self) -> Any:
-        return self._manager.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self._manager.model_config.vocab_size
-
-    @property
-    def context_len(self) -> int:
-        return self._manager.context_len
-
-    @property
-    def truncates(self) -> bool:
-        return self._manager.allow_auto_truncate
-
-    @property
-    def model_path(self) -> str:
-        return self._manager.model_path
-
-    @property
     def default_params(self) -> Mapping[str, Any]:
         return self._manager.preferred_sampling_params or {}
-
-    @property
-    def num_workers(self) -> int:
-        return self._manager.server_args.tokenizer_worker_num
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -96,10 +81,6 @@ class ManagedServer:
     @property
     def is_idle(self) -> bool:
         return not (self._manager.rid_to_state or self._manager.is_pause)
-
-    @property
-    def is_ending(self) -> bool:
-        return self._manager.gracefully_exit
 
     @functools.cached_property
     def _communicator(self) -> Any:

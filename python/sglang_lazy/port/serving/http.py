@@ -1,4 +1,4 @@
-"""HTTP endpoints: SGLang's routes with prompts that have chunks, and `/lazy_info`."""
+"""HTTP endpoints: SGLang's routes with prompts that have chunks."""
 
 import copy
 import dataclasses
@@ -12,7 +12,6 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.core.segments import ChunkLimit
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.repairs.scheduler import OperationError
@@ -99,6 +98,11 @@ def _status(error: ValueError) -> HTTPStatus:
     return HTTPStatus.NOT_FOUND if isinstance(error, UnknownChunk) else HTTPStatus.BAD_REQUEST
 
 
+async def _read(request: Any, raw_request: Request) -> None:
+    await check_body(raw_request, type(request))
+    await in_thread(len(await raw_request.body()), _take_salt, request, raw_request)
+
+
 def _take_salt(request: Any, raw_request: Request) -> None:
     """Put the header's salt into the request, and replace chunk ids by tokens.
 
@@ -114,49 +118,35 @@ def _take_salt(request: Any, raw_request: Request) -> None:
         parts.parts = with_tokens(this.known, parts.parts, request.cache_salt, parts.names, parts.limit)
 
 
-async def _converting_ahead(serving: Any, request: Any, raw_request: Request) -> Any:
-    """SGLang's object that serves chats or completions. If the request is large, it is converted in a thread, and the
-    object is one that has its conversion."""
-    if (size := len(await raw_request.body())) < LARGE:
-        return serving
-    view = copy.copy(serving)
-    view._convert_to_internal_request = await in_thread(
-        size, Outcome, serving._convert_to_internal_request, request, raw_request
-    )
-    return view
+async def _answer(serving: Any, request: Any, raw_request: Request) -> Any:
+    """Have SGLang's object that serves chats or completions answer a request. If that is large, it is converted in a
+    thread, and a copy of the object has its conversion."""
+    try:
+        await _read(request, raw_request)
+    except ValueError as error:
+        return serving.create_error_response(str(error), status_code=_status(error))
+    if (size := len(await raw_request.body())) >= LARGE:
+        convert, serving = serving._convert_to_internal_request, copy.copy(serving)
+        serving._convert_to_internal_request = await in_thread(size, Outcome, convert, request, raw_request)
+    return await serving.handle_request(request, raw_request)
 
 
 async def chat(request: ChatRequest, raw_request: Request) -> Any:
     """OpenAI-compatible chat completion endpoint."""
-    serving = raw_request.app.state.openai_serving_chat
-    try:
-        await check_body(raw_request, type(request))
-        _take_salt(request, raw_request)
-    except ValueError as error:
-        return serving.create_error_response(str(error), status_code=_status(error))
-    serving = await _converting_ahead(serving, request, raw_request)
-    response = await serving.handle_request(request, raw_request)
+    response = await _answer(raw_request.app.state.openai_serving_chat, request, raw_request)
     return await fail_before_stream(response) if request.has_chunks else response
 
 
 async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
     """OpenAI-compatible text completion endpoint."""
-    serving = raw_request.app.state.openai_serving_completion
-    try:
-        await check_body(raw_request, CompletionsRequest)
-        await in_thread(len(await raw_request.body()), _take_salt, request, raw_request)
-    except ValueError as error:
-        return serving.create_error_response(str(error), status_code=_status(error))
-    serving = await _converting_ahead(serving, request, raw_request)
-    return await serving.handle_request(request, raw_request)
+    return await _answer(raw_request.app.state.openai_serving_completion, request, raw_request)
 
 
 async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
     """Endpoint for the responses API with reasoning support."""
     serving = raw_request.app.state.openai_serving_responses
     try:
-        await check_body(raw_request, type(request))
-        _take_salt(request, raw_request)
+        await _read(request, raw_request)
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
         if (unknown := take_ids(serving, request)) is not None:
@@ -177,8 +167,7 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
         return serving._error_response(status_code=status, error_type=kind, message=reason)
 
     try:
-        await check_body(raw_request, MessagesRequest)
-        _take_salt(request, raw_request)
+        await _read(request, raw_request)
         if (size := len(await raw_request.body())) >= LARGE:
             serving = await in_thread(size, converting_ahead, serving, request, raw_request)
         response = await serving.handle_messages(request, raw_request)
@@ -200,11 +189,6 @@ async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
         )
     size, counting = len(await raw_request.body()), http_server.anthropic_v1_count_tokens(request, raw_request)
     return await in_thread(size, finished, counting)
-
-
-async def lazy_info() -> dict[str, Any]:
-    """The server's configuration. Only servers that understand chunks have this route."""
-    return {"config": dataclasses.asdict(frontend.current().config)}
 
 
 async def _operation_failed(_request: Request, error: Exception) -> Response:
@@ -244,8 +228,6 @@ def install_routes() -> None:
     for route in list(app.router.routes):
         if (refusing := REFUSING.get(getattr(route, "endpoint", None))) is not None:
             _replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
-    if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
-        app.get(INFO_ROUTE)(lazy_info)
     app.add_exception_handler(OperationError, _operation_failed)
     chunk_routes.add_routes(app, frontend.current)
     page.add_route(app)
