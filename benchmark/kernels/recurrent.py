@@ -19,6 +19,7 @@ from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
 
 from benchmark.kernels import timing
 from sgl_kernel_lazy import get_implementation
+from sglang_lazy.recurrent.beginnings import begin_rows
 from sglang_lazy.recurrent.delta_rule import DeltaRule
 from sglang_lazy.recurrent.passes import LayerStates
 from sglang_lazy.recurrent.pieces import Chunk, ChunkRow, Pieces, Text, TextRow
@@ -85,6 +86,10 @@ class Layers:
         parts = self.parts(pieces, self.last[layer], slots, known)
         self.rule(parts, parts[2], self.requests[layer], slots, pieces)
 
+    def begin(self, pieces: Pieces) -> None:
+        """What precedes the layers' passes over text behind chunks."""
+        begin_rows(pieces, self.chunks, [self.last], self.requests, self.link_states)
+
     def linked(self, pieces: Pieces, layer: int) -> None:
         assert self.chunks.h is not None and self.chunks.p is not None
         states = LayerStates(
@@ -100,8 +105,10 @@ class Layers:
 
 def measure(layers: Layers, name: str, rows: list[TextRow | ChunkRow], repetitions: int) -> dict:
     pieces = Pieces.of(rows, WIDTH, layers.device)
-    one = layers.stock if name.startswith("SGLang") else layers.linked
+    one = layers.stock if pieces.is_text_behind_chunks else layers.linked
     calls: list[Callable[[], None]] = [lambda layer=layer: one(pieces, layer) for layer in range(LAYERS)]
+    if pieces.is_text_behind_chunks and not name.startswith("SGLang"):
+        calls.insert(0, lambda: layers.begin(pieces))
 
     def run() -> None:
         for call in calls:

@@ -37,7 +37,9 @@ def link_states(
     piece_transitions, piece_states: the same for pieces, first dimension num_pieces. Without them a row has at most
         one piece, as its last part, and `last` is None: the layer itself computes what comes after the piece.
     All of them are in fp32, fp16 or bf16, each in its own dtype, with contiguous matrices (slices of a larger state
-    along V are fine); the outputs overlap no input. States are composed in at least fp32, and rounded when written.
+    along V are fine). The outputs overlap no input, but without piece_states `before` may be `initial_states` if each
+    row's piece is the slot that the row begins with, or one with which none does. States are composed in at least fp32,
+    and rounded when written.
     Raises ValueError on a shape, dtype, device or stride mismatch, and on parts that break these rules.
     """
     check_state_inputs(

@@ -190,6 +190,25 @@ def test_one_piece_behind_the_chunks_needs_no_transition(name, shape):
 
 
 @all_names
+@all_shapes
+def test_states_may_be_written_where_rows_begin(name, shape):
+    """To the slot that a row begins with, and to one with which none does."""
+    arguments = make_batch(shape[0], torch.float32, *shape[1:]).arguments
+    parts = arguments["parts"][arguments["parts"] >= 0][:4]
+    arguments |= dict(last=None, piece_transitions=None, piece_states=None)
+    arguments["initial_slots"] = torch.tensor([2, -1, 0], device=DEVICE)
+    arguments["part_indptr"] = torch.tensor([0, 3, 5, 7], dtype=torch.int32, device=DEVICE)
+    a, b, c, d = parts.tolist()
+    arguments["parts"] = torch.tensor([a, b, ~2, c, ~3, d, ~0], device=DEVICE)
+    saved = arguments["initial_states"]
+    expected = saved.clone()
+    get_implementation("torch").link_states(**arguments | dict(before=expected, initial_states=saved.clone()))
+    get_implementation(name).link_states(**arguments | dict(before=saved))
+    assert torch.equal(saved[1], expected[1])
+    assert error(saved, expected.cpu().double()) <= ARITHMETIC
+
+
+@all_names
 def test_the_same_call_gives_the_same_bits(name):
     first, second = (make_batch("delta", torch.float32, 32, 32).arguments for _ in range(2))
     get_implementation(name).link_states(**first)

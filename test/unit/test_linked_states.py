@@ -29,6 +29,7 @@ from fakes import recurrent_layers
 from fakes.recurrent_batches import NUM_SLOTS, Batch
 from oracle.recurrence import Recurrence, Shape, States
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
+from sglang_lazy.port.model.recurrent import RecurrentLayers
 from sglang_lazy.recurrent.pieces import Pieces, Text, TextRow
 from sglang_lazy.recurrent.pool import StateLayout, StatePool
 
@@ -36,6 +37,8 @@ SHAPES = {"delta": Shape("delta", 4, 2, 8, 12), "mamba": Shape("mamba", 4, 2, 6,
 STOCK = {"delta": gdn_backend.GDNAttnBackend, "mamba": Mamba2AttnBackend}
 LINKS = {"delta": LinkDeltaRule, "mamba": LinkMamba2}
 LAYER, TOLERANCE, BLOCK = 5, 1e-5, 4
+BEHIND_CHUNKS = (3, 94, 123, 206, 264, 311, 386)
+"""Batches of rows with one text each, behind chunks and without."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,15 +72,25 @@ class Server:
         self.rates = rates
         self.oracle = States(self.layer, self.batch.context)
         self.order = torch.randperm(NUM_SLOTS, generator=gates)  # the slot of each request
+        self.rows = [
+            row._replace(slot=i) if isinstance(row, TextRow) else row for i, row in enumerate(self.batch.rows)
+        ]  # as SGLang counts them in the batch
         self.pool = self.filled_pool(self.batch.chunks)
         self.cache = self.filled_cache(self.batch.requests)
         self.tracked = self.tracked_rows()
-        index = dict(mamba2_layer_index=lambda layer_id: {LAYER: 1}[layer_id], mamba2_layer_cache=lambda _: self.cache)
+        self.forward_batch = self.described()
         metadata = self.metadata()
+        pools = dict(
+            mamba2_layer_index=lambda layer_id: {LAYER: 1}[layer_id],
+            mamba2_layer_cache=lambda layer_id: self.cache.at_layer_idx({LAYER: 1}[layer_id]),
+            mamba_pool=SimpleNamespace(mamba_cache=self.cache),
+        )
+        kernel = gdn_triton.TritonGDNKernel()
 
         class Stock(STOCK[kind]):
-            req_to_token_pool = SimpleNamespace(**index)
-            mamba_chunk_size = BLOCK
+            req_to_token_pool = SimpleNamespace(**pools)
+            mamba_chunk_size, mis_metadata, _use_strided_target_verify_qkv = BLOCK, None, False
+            kernel_dispatcher = SimpleNamespace(extend=kernel.extend, extend_kernel=kernel)
 
             def __init__(self):
                 pass
@@ -86,77 +99,89 @@ class Server:
                 self.forward_metadata = metadata
 
         self.backend = type("Linked", (LINKS[kind], Stock), {})()
-        pieces = Pieces.of(self.batch.rows, shape.width, torch.device("cpu"))
-        self.backend.init_link_states(SimpleNamespace(pool=self.pool, pieces=pieces))
+        layers = RecurrentLayers.__new__(RecurrentLayers)
+        layers.pool, layers._requests = self.pool, Stock.req_to_token_pool
+        layers.pieces = Pieces.of(self.rows, shape.width, torch.device("cpu"))
+        self.lens = layers.pieces.lens
+        self.backend.init_link_states(layers)
 
     def filled_cache(self, requests, tracked=None):
-        conv = torch.zeros(2 * NUM_SLOTS, sum(self.shape.dims), self.shape.width)
-        states = torch.zeros(2 * NUM_SLOTS, self.shape.heads, self.shape.v, self.shape.k)
+        """Of two layers, the second one is served."""
+        conv = torch.zeros(2, 2 * NUM_SLOTS, sum(self.shape.dims), self.shape.width)
+        states = torch.zeros(2, 2 * NUM_SLOTS, self.shape.heads, self.shape.v, self.shape.k)
         kept = {int(self.order[request]): tokens for request, tokens in enumerate(requests)}
         for slot, tokens in {**kept, **(tracked or {})}.items():
-            conv[slot] = self.layer.last_inputs(tokens)
-            states[slot] = self.oracle.after(tokens)
+            conv[1, slot] = self.layer.last_inputs(tokens)
+            states[1, slot] = self.oracle.after(tokens)
         return MambaPool.State(conv=[conv], temporal=states)
 
+    def lens_of_rows(self):
+        """How many tokens each row has."""
+        return [sum(part.num_tokens for part in texts(row)) for row in self.rows]
+
+    def described(self):
+        """The batch as SGLang knows it, whose rows are requests: text goes on from a state if something is cached."""
+        cached = [not isinstance(row, TextRow) or row.resumed or row.parts[0] not in texts(row) for row in self.rows]
+        lens, extend = self.lens_of_rows(), ForwardMode.EXTEND
+        tracked = [row for row, *_ in self.plain_rows()]
+        return SimpleNamespace(
+            forward_mode=extend, logical_forward_mode=extend, spec_info=None, seq_lens=lens,
+            extend_num_tokens=sum(lens), extend_seq_lens_cpu=lens, extend_prefix_lens=torch.tensor(cached).long(),
+            global_num_token_non_padded_cpu=sum(lens), out_cache_loc=torch.arange(2 * sum(lens)),
+            mamba_track_mask=torch.tensor([row in tracked for row in range(len(lens))]),
+            mamba_track_indices=NUM_SLOTS + torch.arange(len(lens)),
+        )  # fmt: skip
+
     def plain_rows(self):
-        """The rows without chunks that have a block: (request, first token in the batch, number of tokens)."""
+        """The rows without chunks that have a block: (row, first token in the batch, number of tokens)."""
         begin = 0
-        for row in self.batch.rows:
-            parts = row.parts if isinstance(row, TextRow) else [Text(row.num_tokens)]
-            lens = [part.num_tokens for part in parts if isinstance(part, Text)]
-            if isinstance(row, TextRow) and len(parts) == 1 and lens[0] >= BLOCK:
-                yield row.slot, begin, lens[0]
-            begin += sum(lens)
+        for i, (row, count) in enumerate(zip(self.rows, self.lens_of_rows(), strict=True)):
+            if isinstance(row, TextRow) and len(row.parts) == 1 and count >= BLOCK:
+                yield i, begin, count
+            begin += count
 
     def tracked_rows(self):
         tracked = {}
-        for request, begin, count in self.plain_rows():
+        for row, begin, count in self.plain_rows():
             seen = self.batch.context[self.batch.tokens[begin]]
-            tracked[NUM_SLOTS + request] = seen + self.batch.tokens[begin : begin + count // BLOCK * BLOCK]
+            tracked[NUM_SLOTS + row] = seen + self.batch.tokens[begin : begin + count // BLOCK * BLOCK]
         return tracked
 
     def metadata(self):
-        """As SGLang makes it, which knows rows; requests are its rows, whatever their order in the batch."""
-        rows = [*self.plain_rows()]
-        ends = {request: begin + count // BLOCK * BLOCK for request, begin, count in rows}
-        final = [request for request, _, count in rows if count % BLOCK == 0]
-        within = [request for request in ends if request not in final]
-        by_grid = self.shape.kind == "mamba"
-        read = [request for request in within if not by_grid or ends[request] % BLOCK == 0]
-        recomputed = [request for request in within if request not in read]
-        blocks = torch.full((NUM_SLOTS,), -1, dtype=torch.int32)
-        for request, _, count in rows:
-            blocks[request] = -1 if request in final else count // BLOCK
+        """As SGLang makes it, which knows rows."""
+        rows, lens, by_grid = [*self.plain_rows()], self.lens_of_rows(), self.shape.kind == "mamba"
+        ends = {row: begin + count // BLOCK * BLOCK for row, begin, count in rows}
+        final = [row for row, _, count in rows if count % BLOCK == 0]
+        within = [row for row in ends if row not in final]
+        read = [row for row in within if not by_grid or ends[row] % BLOCK == 0]
+        recomputed = [row for row in within if row not in read]
+        blocks = torch.full((len(lens),), -1, dtype=torch.int32)
+        for row in within:
+            blocks[row] = lens[row] // BLOCK
+        before = np.cumsum([0, *(-(-count // BLOCK) for count in lens)])
         width = torch.arange(-self.shape.width, 0)
 
         def ints(numbers):
             return torch.tensor(numbers, dtype=torch.int64)
 
-        tracking = dict(
+        slots = self.order[ints([row.slot if isinstance(row, TextRow) else 0 for row in self.batch.rows])]
+        described = ForwardMetadata(
+            query_start_loc=torch.tensor(np.cumsum([0, *lens])).int(),
+            mamba_cache_indices=slots,
             has_mamba_track_mask=bool(rows),
             conv_states_mask_indices=NUM_SLOTS + ints([*ends]),
             track_conv_indices=ints([*ends.values()])[:, None] + width,
-            track_ssm_final_src=self.order[ints(final)],
+            track_ssm_final_src=slots[ints(final)],
             track_ssm_final_dst=NUM_SLOTS + ints(final),
             track_chunk_idx=blocks,
             track_ssm_h_batch_src=ints(within),
-            # Of the delta rule, what SGLang counts without pieces.
-            track_ssm_h_src=ints([ends[request] // BLOCK if by_grid else 10**6 for request in read]),
+            track_ssm_h_src=ints([ends[row] // BLOCK if by_grid else before[row] + lens[row] // BLOCK for row in read]),
             track_ssm_h_dst=NUM_SLOTS + ints(read),
-        )
-        if not by_grid:
-            return ForwardMetadata(query_start_loc=None, mamba_cache_indices=self.order, **tracking)
-        return Mamba2Metadata(
-            query_start_loc=None,
-            mamba_cache_indices=self.order,
-            num_prefills=NUM_SLOTS,
-            num_prefill_tokens=len(self.batch.tokens),
-            num_decodes=0,
             track_ssm_seq_idx=ints(recomputed),
-            track_ssm_end_locs=ints([ends[request] for request in recomputed]),
+            track_ssm_end_locs=ints([ends[row] for row in recomputed]),
             track_ssm_recompute_dst=NUM_SLOTS + ints(recomputed),
-            **tracking,
         )
+        return Mamba2Metadata.prepare_mixed(described, BLOCK, self.forward_batch) if by_grid else described
 
     def filled_pool(self, chunks):
         """Of two layers, the second one is served."""
@@ -177,7 +202,7 @@ class Server:
 
         padding: how many tokens without values follow the batch's own, as in a prefill graph.
         """
-        self.backend.init_forward_metadata(None)
+        self.backend.init_forward_metadata(self.forward_batch)
         inputs, a, b = (
             F.pad(x[self.batch.tokens].float(), (0, 0, 0, padding), value=float("nan"))
             for x in (self.layer.inputs, self.a, self.b)
@@ -185,21 +210,16 @@ class Server:
         return self.run_delta(inputs, a, b) if self.shape.kind == "delta" else self.run_mamba(inputs)
 
     @contextlib.contextmanager
-    def forwarding(self, num_tokens):
+    def forwarding(self):
         """A context in which SGLang's layers find the backend and the batch."""
         hybrid = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
         hybrid.linear_attn_backend, hybrid.full_attn_layers = self.backend, []
-        extend, own = ForwardMode.EXTEND, len(self.batch.tokens)
-        batch = SimpleNamespace(
-            forward_mode=extend, logical_forward_mode=extend, global_num_token_non_padded_cpu=own,
-            out_cache_loc=torch.arange(num_tokens), mamba_track_mask=None,
-        )  # fmt: skip
         with (
             forward_context(ForwardContext(attn_backend=hybrid)),
-            set_forward_batch(batch),
-            prefill_graph_scope(full_graph=False, raw_num_tokens=own),
+            set_forward_batch(self.forward_batch),
+            prefill_graph_scope(full_graph=False, raw_num_tokens=len(self.batch.tokens)),
         ):
-            yield batch
+            yield self.forward_batch
 
     def run_delta(self, inputs, a, b):
         shape = self.shape
@@ -207,7 +227,7 @@ class Server:
             LAYER, shape.groups, shape.groups, shape.heads, shape.k, shape.k, shape.v, self.layer.weight.float(),
             A_log=self.rates, dt_bias=self.layer.dt_bias.float(),
         )  # fmt: skip
-        with self.forwarding(len(inputs)) as batch:
+        with self.forwarding() as batch:
             return layer(batch, inputs, a, b)[0]
 
     def run_mamba(self, inputs):
@@ -230,7 +250,7 @@ class Server:
         layer = SimpleNamespace(mixer=mixer, layer_id=LAYER)
         layer._forward_mamba = partial(NemotronHMambaDecoderLayer._forward_mamba, layer)
         out = torch.full((len(inputs), size), float("nan"))
-        with self.forwarding(len(inputs)) as batch:
+        with self.forwarding() as batch:
             if len(inputs) == len(self.batch.tokens):
                 out = layer._forward_mamba(hidden, batch)
             else:
@@ -238,6 +258,13 @@ class Server:
                     # The function itself: SGLang registers it as an operator on GPUs only.
                     nemotron_mamba2_with_output.__wrapped__(hidden, out, LAYER)
         return out.view(-1, shape.heads, shape.v)
+
+
+def texts(row):
+    """The pieces of a row."""
+    if isinstance(row, TextRow):
+        return [part for part in row.parts if isinstance(part, Text)]
+    return [Text(row.num_tokens)]
 
 
 def off(actual, expected):
@@ -251,7 +278,18 @@ def test_outputs_and_slots_are_those_of_the_recurrence(kind, seed):
 
 
 @pytest.mark.parametrize("kind", LINKS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", BEHIND_CHUNKS)
+def test_text_behind_chunks_is_left_to_sglang(kind, seed):
+    server = Server(kind, seed)
+    check(server)
+    assert server.backend.link_pieces is None
+    after = server.cache.temporal.clone()
+    server.backend.init_forward_metadata(server.forward_batch)
+    assert torch.equal(server.cache.temporal, after), "a row begins once"
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("seed", [*range(4), *BEHIND_CHUNKS])
 def test_what_pads_a_batch_to_the_size_of_a_graph_is_in_no_state(monkeypatch, kind, seed):
     """Where SGLang's prefill graphs leave the layers out: those with a gated delta rule, and Nemotron-H's."""
     monkeypatch.setattr(radix_linear_attention, "is_in_breakable_cuda_graph", lambda: True)
@@ -262,7 +300,7 @@ def check(server, padding=0):
     batch, other_layer = server.batch, server.pool.h[0].clone()
     out, padded = server.run(padding).split([len(batch.tokens), padding])
     assert not padded.any(), "what follows in the graph must be finite"
-    bounds = np.cumsum([0, *server.backend.link_pieces.lens])
+    bounds = np.cumsum([0, *server.lens])
     new = [batch.tokens[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
     expected = [server.oracle.outputs(seen, tokens) for seen, tokens in zip(batch.before, new, strict=True)]
     assert off(out, torch.cat(expected)) <= TOLERANCE
@@ -270,7 +308,7 @@ def check(server, padding=0):
         (batch.requests, batch.requests_after), (batch.chunks, batch.chunks_after)
     ))  # fmt: skip
     cache, pool = server.filled_cache(requests, server.tracked), server.filled_pool(chunks)
-    kept = [(server.cache.conv[0], cache.conv[0]), (server.cache.temporal, cache.temporal)]
+    kept = [(server.cache.conv[0][1], cache.conv[0][1]), (server.cache.temporal[1], cache.temporal[1])]
     kept += [(actual[1], due[1]) for actual, due in ((server.pool.h, pool.h), (server.pool.p, pool.p))]
     for actual, due in [*kept, (server.pool.conv[0][1], pool.conv[0][1])]:
         assert off(actual, due) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""The forward pass of a recurrent layer over the pieces of a batch."""
+"""The forward pass of a recurrent layer over the pieces of a batch. Text behind chunks needs none, see `beginnings`."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -70,21 +70,18 @@ class LayerStates(NamedTuple):
                 self.link_states(before, None, self.requests, *rows, p, h, *of_pieces)
 
         link(pieces.early)
-        if not pieces.two_calls and pieces.chunks is None:
+        states, transitions = before, layer.identity(before)
+        if pieces.two_calls:
+            states = torch.zeros_like(before)
+        if pieces.resumed is not None:
+            pieces.resumed.load(states, h)
+            pieces.resumed.load(transitions, p)
+        after, transitions = layer.run_with_transitions(states, transitions)
+        if pieces.chunks is not None:
+            pieces.chunks.store(after, h)
+            pieces.chunks.store(transitions, p)
+        if pieces.two_calls:
+            link(pieces.late, transitions, after)
             after = layer.run(before)
-        else:
-            states, transitions = before, layer.identity(before)
-            if pieces.two_calls:
-                states = torch.zeros_like(before)
-            if pieces.resumed is not None:
-                pieces.resumed.load(states, h)
-                pieces.resumed.load(transitions, p)
-            after, transitions = layer.run_with_transitions(states, transitions)
-            if pieces.chunks is not None:
-                pieces.chunks.store(after, h)
-                pieces.chunks.store(transitions, p)
-            if pieces.two_calls:
-                link(pieces.late, transitions, after)
-                after = layer.run(before)
         if pieces.last is not None:
             pieces.last.store(after, self.requests)

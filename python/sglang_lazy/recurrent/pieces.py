@@ -107,13 +107,20 @@ class Inputs(NamedTuple):
             tokens, earlier, is_token.bool(),
         )  # fmt: skip
 
-    def before(self, requests: torch.Tensor, chunks: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """A layer's last inputs before each piece, [num_pieces, dim, width], in the dtype of `requests`.
+    def known(self, requests: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
+        """The last inputs before each piece, [..., num_pieces, dim, width], in the dtype of `requests`, of pieces that
+        follow no tokens of the same batch.
 
-        requests, chunks: [slots, dim, width], those of requests and of chunks.  inputs: [num_tokens, dim].
+        requests, chunks: [..., slots, dim, width], those of requests and of chunks.
         """
-        last = torch.where(self.of_chunk[:, None, None], chunks[self.chunk_slots], requests[self.request_slots])
-        last.masked_fill_(self.of_nobody[:, None, None], 0)
+        last = torch.where(
+            self.of_chunk[:, None, None], chunks[..., self.chunk_slots, :, :], requests[..., self.request_slots, :, :]
+        )
+        return last.masked_fill_(self.of_nobody[:, None, None], 0)
+
+    def before(self, requests: torch.Tensor, chunks: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """A layer's last inputs before each piece.  inputs: [num_tokens, dim].  The others: see `known`."""
+        last = self.known(requests, chunks)
         if self.behind is not None:
             known = last.mT.flatten(0, 1)[self.earlier]
             last[self.behind] = torch.where(self.is_token[..., None], inputs[self.tokens].to(last.dtype), known).mT
@@ -179,6 +186,11 @@ class Pieces:
             resumed=_unless_empty(Owned(*itertools.islice(tensors, 2))),
             inputs=Inputs.of(*tensors, width=width),
         )
+
+    @property
+    def is_text_behind_chunks(self) -> bool:
+        """Whether each row is one piece of text, behind all that its state depends on."""
+        return self.chunks is None and not self.two_calls
 
     def in_slots(self, request_slots: torch.Tensor) -> "Pieces":
         """The same, if the slots of its rows are indices of requests.  request_slots: integers, the slot of each."""

@@ -1,6 +1,6 @@
 """What is mixed into SGLang's backends of recurrent layers with states: in a batch with chunks, they take its pieces.
 
-All other batches go to SGLang's own code.
+All other batches go to SGLang's own code, and those of text behind chunks, once its rows have begun.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from sglang_lazy.recurrent.pieces import Pieces
 
 class LinkStates(AttentionBackend):
     """link_layers: of the model, with their pool.
-    link_pieces: of the current batch, with slots of SGLang's pool; None if it is entirely SGLang's.
+    link_pieces: of the current batch, with slots of SGLang's pool; None if SGLang's code computes it.
     link_metadata: SGLang's description of the batch, in pieces. What its cache wants of the states within them is that
         of rows without chunks, each of which is one piece.
     """
@@ -43,8 +43,11 @@ class LinkStates(AttentionBackend):
         self.link_pieces, pieces, metadata = None, self.link_layers.pieces, self.forward_metadata
         if pieces is None:
             return
-        self.link_pieces = pieces.in_slots(metadata.mamba_cache_indices)
-        self.link_metadata = metadata
+        in_slots = pieces.in_slots(metadata.mamba_cache_indices)
+        if pieces.is_text_behind_chunks:
+            self.link_layers.begin_rows(in_slots, self.link_kernels.link_states)
+            return
+        self.link_pieces, self.link_metadata = in_slots, metadata
         if metadata.has_mamba_track_mask:
             of_rows = torch.zeros_like(metadata.mamba_cache_indices)
             of_rows[pieces.last.slots] = pieces.last.pieces.to(of_rows.dtype)

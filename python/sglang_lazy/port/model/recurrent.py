@@ -28,6 +28,8 @@ from sglang_lazy.core.state import as_linked, lazy_state, linked
 from sglang_lazy.port.facts import flags_of, pass_of
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
+from sglang_lazy.recurrent.beginnings import begin_rows
+from sglang_lazy.recurrent.passes import LinkStates
 from sglang_lazy.recurrent.pieces import Pieces
 from sglang_lazy.recurrent.pool import StateLayout, StateMemory, StatePool, Transition
 from sglang_lazy.recurrent.rows import RowStates, rows_of
@@ -186,6 +188,15 @@ class RecurrentLayers:
         text = [node for node, count in zip(nodes.spans, cached, strict=True) if count]
         return RowStates([*map(states.slot, nodes.chunks.nodes)], states.slot(text[-1]) if text else None)
 
+    def begin_rows(self, pieces: Pieces, link_states: LinkStates | None = None) -> None:
+        """See `beginnings.begin_rows`. After it, SGLang's own description of the pass will do.
+
+        pieces: with slots of SGLang's pool.
+        """
+        cache = self._requests.mamba_pool.mamba_cache
+        begin_rows(pieces, self.pool, cache.conv, None if link_states is None else cache.temporal, link_states)
+        self.pieces = None
+
     def save(self, req: Any, slot: int) -> None:
         """Copy the state of a request after the passes launched so far, as what makes it of a state of zero."""
         cache, own = self._requests.mamba_pool.mamba_cache, req.kv.mamba_pool_idx[None]  # as a number, it would be read
@@ -217,8 +228,11 @@ class LinkConvolutions(AttentionBackend):
         if (pieces := self.link_layers.pieces) is not None:
             if pieces.inputs.behind is not None:
                 raise RuntimeError("a piece of text directly follows another, whose convolution inputs are not known")
-            self.link_pieces = pieces.in_slots(self.forward_metadata.mamba_cache_indices)
-            self.link_layers.finish = self._write
+            pieces = pieces.in_slots(self.forward_metadata.mamba_cache_indices)
+            if pieces.is_text_behind_chunks:
+                self.link_layers.begin_rows(pieces)
+            else:
+                self.link_pieces, self.link_layers.finish = pieces, self._write
 
     def conv_state_metadata(self, layer_id: int, forward_batch: Any) -> ShortConvMetadata:
         """Of the pieces of the batch, each a sequence with a state of its own."""
