@@ -3,6 +3,7 @@ through."""
 
 import itertools
 import random
+from collections.abc import Iterator
 
 from sglang_lazy.recurrent.pieces import Chunk, ChunkRow, Text, TextRow
 
@@ -31,13 +32,15 @@ class Batch:
         self.requests_after: dict[int, list[int]] = {}
         self.chunks_after: dict[int, list[int]] = {}
         cached, free = list(range(1, 5)), iter(range(5, NUM_SLOTS))
+        kept: dict[int, list[int]] = {}  # beginnings of prompts; no row of the batch goes on from there
         slots = self.dice.sample(range(1, NUM_SLOTS), 4)
         for _ in range(self.dice.randint(0, 3)):
             after = self.dice.choice([None, None, *cached, *self.chunks_after])
             resumed = self.dice.random() < 0.4 and after not in self.chunks_after
             self._add_chunk(next(free), resumed, after)
         for slot in slots[: self.dice.randint(not self.rows, 4)]:
-            self._add_text(slot, [*cached, *self.chunks_after] if self.dice.random() < 0.7 else [])
+            self._add_text(slot, [*cached, *self.chunks_after] if self.dice.random() < 0.7 else [], free, kept)
+        self.chunks_after |= kept
 
     def _draw(self, least: int, before: list[int]) -> list[int]:
         names = [next(self._names) for _ in range(self.dice.randint(least, self.longest))]
@@ -60,8 +63,8 @@ class Batch:
         self.rows.append(ChunkRow(slot, len(new), resumed, after))
         self.chunks_after[slot] = start + new
 
-    def _add_text(self, slot: int, chunks: list[int]) -> None:
-        resumed = self.dice.random() < 0.5
+    def _add_text(self, slot: int, chunks: list[int], free: Iterator[int], kept: dict[int, list[int]]) -> None:
+        resumed, keeps = self.dice.random() < 0.5, None
         seen, parts = self.requests[slot] if resumed else [], list[Chunk | Text]()
         for _ in range(self.dice.randint(1, 3)):
             for chunk in self.dice.choices(chunks, k=self.dice.randint(0, 2)) if chunks else []:
@@ -70,5 +73,8 @@ class Batch:
             new = self._add_piece(seen, 1)
             parts.append(Text(len(new)))
             seen = seen + new
-        self.rows.append(TextRow(slot, resumed, parts))
+            if len(parts) == 1 and not resumed and self.dice.random() < 0.5:
+                keeps = next(free)
+                kept[keeps] = new
+        self.rows.append(TextRow(slot, resumed, parts, keeps))
         self.requests_after[slot] = seen

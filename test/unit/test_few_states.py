@@ -9,6 +9,7 @@ from test_pins import pin
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
+from sglang_lazy.cache.states import TEXT_SHARE
 from sglang_lazy.chunks.store import ChunkState
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -80,12 +81,43 @@ def test_a_second_turn_begins_at_a_state():
     other = loop.submit([(TEXT, (3, 4)), A, (TEXT, (5, 6, 7, 7, 7)), QUESTION], "p2", max_new_tokens=1)
     loop.run()
     assert second.cached_tokens == 2 + 4 + 3, "the last token of an answer has no KV"
-    assert other.cached_tokens == 4
+    assert other.cached_tokens == 2 + 4, "the text before the chunk has a state, too"
     held = states(loop)
     held.pool.free(held.allocate(16))
     third = loop.submit([(TEXT, (3, 4)), A, answer, B, QUESTION], "p3", max_new_tokens=1)
     loop.run()
     assert third.cached_tokens == 0
+
+
+def test_text_before_chunks_is_shared():
+    """With its state, once a pass has computed it. One of a batch keeps it, and no pass that computes only a part."""
+    loop = Loop(num_states=16, chunked_prefill_size=16)
+    loop.warm(A, B)
+    system, other = (TEXT, (3, 4, 5)), (TEXT, (7, 7))
+    first = [loop.submit([system, chunk, QUESTION], f"p{i}", max_new_tokens=4) for i, chunk in enumerate([A, B])]
+    loop.step()
+    assert states(loop).num_locked == 3, "of two chunks, and one text"
+    second = loop.submit([system, B, A, QUESTION], "p2", max_new_tokens=1)
+    third = loop.submit([other, system, A, QUESTION], "p3", max_new_tokens=1)
+    loop.run()
+    assert [req.cached_tokens for req in first] == [4, 4]
+    assert (second.cached_tokens, third.cached_tokens) == (3 + 8, 4)
+    long = [loop.submit([(TEXT, (5,) * 20), A, QUESTION], f"p{i}", max_new_tokens=1) for i in (4, 5)]
+    loop.run()
+    assert [req.cached_tokens for req in long] == [4, 4]
+    assert lost(loop) == 0 and states(loop).num_locked == 0
+
+
+def test_text_before_chunks_leaves_states_to_chunks():
+    """Those that fills still need, and most of a pool."""
+    loop = Loop(num_states=8)
+    loop.warm(A)
+    for i in range(6):
+        loop.submit([(TEXT, (i + 3, 9)), A, QUESTION], f"p{i}", max_new_tokens=4)
+    loop.step()
+    assert states(loop).num_locked == 1 + 8 // TEXT_SHARE
+    loop.run()
+    assert lost(loop) == 0 and states(loop).num_locked == 0
 
 
 def test_pins_on_all_states_end():

@@ -63,7 +63,7 @@ def test_states_of_random_batches(seed):
     assert before == batch.before
     for slot in range(NUM_SLOTS):
         assert requests[slot] == batch.requests_after.get(slot, batch.requests[slot])
-        assert chunks[slot] == batch.chunks_after.get(slot, batch.chunks[slot])
+        assert chunks[slot] == batch.chunks_after.get(slot, batch.chunks[slot]), "that of a chunk, or of a beginning"
 
 
 def last_inputs(tokens):

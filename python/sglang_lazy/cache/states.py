@@ -14,7 +14,7 @@ from sglang_lazy.core.keys import of_chunks
 
 TEXT_SHARE = 4
 """States of text that no request reads take at most one in so many slots: most answers are never continued, and would
-push out chunks that many prompts share."""
+push out chunks that many prompts share. So do those of text before chunks that running requests have computed."""
 
 
 class StateSlots(Protocol):
@@ -63,7 +63,7 @@ class States(Part):
         self.pool.clear()
         self._heap = EvictionHeap(lambda node: node.state.last_use)
         self._unlocked: set[Node] = set()
-        self._texts: set[Node] = set()  # those of them that are no chunks
+        self._texts: set[Node] = set()  # nodes with a state, locked or not, that are no chunks
         self.num_locked = 0
 
     @property
@@ -73,7 +73,7 @@ class States(Part):
     @property
     def num_texts(self) -> int:
         """How many of the evictable ones are no chunks'."""
-        return len(self._texts)
+        return len(self._texts & self._unlocked)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class States(Part):
             node.state = State(node.last_use)
         node.state.locks += 1
         if node in self._unlocked:
-            self._withdraw(node)
+            self._unlocked.discard(node)
             self.num_locked += 1
 
     def unlock(self, node: Node, spread: int) -> None:
@@ -138,13 +138,7 @@ class States(Part):
 
     def _offer(self, node: Node) -> None:
         self._unlocked.add(node)
-        if not of_chunks(node.namespace):
-            self._texts.add(node)
         self._heap.push(node, self._unlocked)
-
-    def _withdraw(self, node: Node) -> None:
-        self._unlocked.discard(node)
-        self._texts.discard(node)
 
     # Adding
 
@@ -155,6 +149,8 @@ class States(Part):
         if node.state is None:
             node.state = State(node.last_use)
         node.state.slot = slot
+        if not of_chunks(node.namespace):
+            self._texts.add(node)
         if node.state.locks:
             self.num_locked += 1
         else:
@@ -185,10 +181,16 @@ class States(Part):
             self._evict(node)
         return self.pool.alloc(count)
 
-    def for_text(self) -> int | None:
-        """A slot that is free, or whose state no request reads, for text; None if there is none."""
-        if len(self._texts) >= max(1, self.pool.size // TEXT_SHARE):
-            self._evict(min(self._texts, key=lambda node: (node.state.last_use, node.id)))
+    def for_text(self, read: bool = False) -> int | None:
+        """A slot that is free, or whose state no request reads, for text; None if there is none.
+
+        read: whether its state will be read from the start.
+        """
+        most, unread = max(1, self.pool.size // TEXT_SHARE), self._texts & self._unlocked
+        if read and len(self._texts) - len(unread) >= most:
+            return None
+        if len(unread) >= most:
+            self._evict(min(unread, key=lambda node: (node.state.last_use, node.id)))
         elif not self.pool.available_size() and (node := self._heap.pop(self._unlocked)) is not None:
             self._evict(node)
         slots = self.pool.alloc(1)
@@ -211,7 +213,8 @@ class States(Part):
         """Take the state, which is not locked, from its node."""
         self.pool.free([node.state.slot])
         node.state = None
-        self._withdraw(node)
+        self._unlocked.discard(node)
+        self._texts.discard(node)
 
 
 def _on_host(node: Node) -> bool:

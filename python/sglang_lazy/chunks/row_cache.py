@@ -229,11 +229,43 @@ class RowCache:
                 kept = torch.cat(self.tree.slots_to(node))[published:num_present]
                 self.write(req, computed_start + published - cached, kept)
             row.published[i] = count
-            self.tree.lock(node)
-            self.tree.unlock(nodes.spans[i])
-            nodes.spans[i] = node
+            self._hold(req, i, node)
         if not chunked:
             self.store.back_up(nodes.chunks.nodes)
+
+    def keep_leading(self, req: Request, num_tokens: int) -> None:
+        """With recurrent layers, let the tree keep the text before a request's chunks and the state at its end, if the
+        pass about to run computes all of it: a system message, with which other prompts begin, too.
+
+        num_tokens: how many tokens of the row the pass computes, from the end of its cached part on.
+        """
+        state, states = as_linked(req), self.store.states
+        if states is None or state.ahead or state.probe is not None:
+            return
+        row, span, num_leading = state.row, state.prompt.spans[0], state.prompt.num_leading_tokens
+        if not 0 < num_leading <= num_tokens or num_leading != state.prompt.chunks[0].start:  # as with an image in it
+            return
+        if row.cached[0] or self.requests.num_cached(req) != row.computed_start[0]:
+            return
+        node = self.tree.end_of(self._tokens(req, span.positions), span.namespace)
+        if node is not None and (node.slots is None or states.has(node)):  # another request of the batch came first
+            return
+        if (slot := states.for_text(read=True)) is None:
+            return
+        if node is None:
+            row_len = row.computed_start[0] + num_leading
+            self.publish(req, row_len, chunked=True, num_lost=0)
+            self.requests.own(req, row_len)
+        else:  # the pass writes to slots of its own
+            self._hold(req, 0, node)
+        states.give(self.requests.nodes(req).spans[0], slot)
+
+    def _hold(self, req: Request, i: int, node: Node) -> None:
+        """Have a row depend on `node` for text span `i`."""
+        nodes = self.requests.nodes(req)
+        self.tree.lock(node)
+        self.tree.unlock(nodes.spans[i])
+        nodes.spans[i] = node
 
     def let_go_of_chunks(self, req: Request) -> None:
         """Unlock the chunks of a row that does not depend on them any more."""

@@ -33,11 +33,14 @@ class TextRow(NamedTuple):
     slot: the request's, in SGLang's pool.
     resumed: whether it goes on from the slot's state; otherwise from zero.
     parts: end in text.
+    keeps: the slot, in the pool of states, of the first part, which is text that begins the prompt; None if its state
+        is not kept.
     """
 
     slot: int
     resumed: bool
     parts: Sequence[Chunk | Text]
+    keeps: int | None = None
 
 
 class ChunkRow(NamedTuple):
@@ -143,7 +146,7 @@ class Pieces:
     late: the other rows; None if there are none.
     two_calls: see above.
     last: each request's last piece, and its slot.
-    chunks: the pieces that are chunks, and their slots; None if there are none.
+    chunks: the pieces that are chunks, or text that is kept like one, and their slots; None if there are none.
     resumed: those of them that are resumed; None if there are none.
     inputs: of convolutions; None for layers that have none.
     """
@@ -297,6 +300,8 @@ class _Plan:
                 parts.append(~piece)
                 before = _Before(piece=piece)
         self.last.append((piece, row.slot))
+        if row.keeps is not None:
+            self.chunks.append((~parts[0], row.keeps))
         waits = sum(part < 0 for part in parts) > 1 or any(part in self._computed for part in parts)
         (self.late if waits else self.early).append((row.slot if row.resumed else -1, parts))
         self.two_calls |= waits

@@ -15,10 +15,12 @@ class RowStates(NamedTuple):
     """The slots of the states that a row depends on.
 
     chunks: those of its chunks.  text: that at the end of its cached text; None without cached text.
+    leading: that at the end of the text before its chunks, if the pass computes it and it is kept.
     """
 
     chunks: Sequence[int] = ()
     text: int | None = None
+    leading: int | None = None
 
 
 def rows_of(current: Pass, slots: Sequence[RowStates]) -> list[TextRow | ChunkRow]:
@@ -57,4 +59,4 @@ def _linked_row(request: int, state: LinkedRequest, slots: RowStates, before: in
         while chunks and chunks[0][0].start < piece[0]:
             parts.append(Chunk(chunks.pop(0)[1]))
         parts.append(Text(len(piece)))
-    return TextRow(request, resumed, parts)
+    return TextRow(request, resumed, parts, slots.leading)

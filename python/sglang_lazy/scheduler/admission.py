@@ -197,7 +197,8 @@ class ChunkAdmission:
             parents.update(dict.fromkeys(work.parents))
             self.warnings.computed(work)
         self.internal.update(one.req for one in taken if is_internal(one.req))
-        rows = [one.req for one in taken if linked(one.req) is not None]
+        linked_rows = [one for one in taken if linked(one.req) is not None]
+        rows = [one.req for one in linked_rows]
         for req in rows:
             self.rows.complete(req, published)
             parents.pop(req, None)
@@ -211,6 +212,9 @@ class ChunkAdmission:
             self.store.enter_published(state.chunks, state.prompt.chunks, published)
         for req in rows:
             as_linked(req).policy.begin(req, self.rows)
+        for one in linked_rows:
+            if self.budget.has_spare_states():
+                self.rows.keep_leading(one.req, one.end - one.start)
 
     # The end of internal requests
 

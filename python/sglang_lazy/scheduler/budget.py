@@ -59,10 +59,15 @@ class Budget:
         states = self.rows.store.states
         return math.inf if states is None else states.pool.available_size() + states.num_evictable
 
-    def has_text_states(self) -> bool:
-        """Whether a request's text may have a state that is locked when the request is matched."""
+    def has_spare_states(self) -> bool:
+        """Whether there are more of them than chunks claim for which memory has yet to be allocated."""
+        claimed = sum(key.most_states for key in self.rows.store.pending if not self.producer.started(key))
+        return self.states_for_waiting() > claimed
+
+    def num_text_states(self) -> int:
+        """How many states of text may be locked when requests are matched, each by the first that reads it."""
         states = self.rows.store.states
-        return states is not None and states.num_texts > 0
+        return 0 if states is None else states.num_texts
 
     def num_left(self) -> int:
         """How many tokens of the request in chunked prefill have no slots yet."""

@@ -55,7 +55,7 @@ class Candidates:
         self._free_windows = budget.windows_for_waiting(running)
         self._free_states = budget.states_for_waiting()
         self._starting = set[ChunkKey]()  # chunks of fills, whose states are claimed
-        self._locks_text = budget.has_text_states()
+        self._num_text_states = budget.num_text_states()
         self._leaves_out = self._takes_more = False
 
     def add(self, waiting: Request) -> bool:
@@ -112,10 +112,11 @@ class Candidates:
         self._takes_more |= state is not None and state.num_own_slots > 0
         if self._exceeds(waiting, need):
             return False
-        if state is not None and self._locks_text:  # a state that fills of the same batch may count on
-            if self._free_states < 1:
+        if state is not None and self._num_text_states:  # states that fills of the same batch may count on
+            num_locked = min(self._num_text_states, num_pieces(req))
+            if self._free_states < num_locked:
                 return False
-            self._free_states -= 1
+            self._free_states -= num_locked
         if not self._append(req):
             return False
         self._free -= need

@@ -120,10 +120,10 @@ class FillProducer:
     def publish(
         self, taken: Sequence[Taken], slots: torch.Tensor, rows: RowCache
     ) -> Iterator[tuple[Fill, dict[ChunkKey, Node]]]:
-        for req, start, end, whole in taken:
-            if (fill := fill_of(req)) is None:
-                continue
+        fills = [(one, fill) for one in taken if (fill := fill_of(one.req)) is not None]
+        for _, fill in fills:  # before any locks a state that others have counted as evictable, as that of its preamble
             fill_rows.reserve(rows, fill)
+        for (req, start, end, whole), fill in fills:
             if whole:
                 published = fill_rows.publish(rows, req, fill, slots[start:end])
                 self.forget(req)

@@ -168,11 +168,14 @@ class RecurrentLayers:
     def running(self, batch: Any) -> Iterator[None]:
         """A context for the forward pass of a `ScheduleBatch` that has linked requests or fills."""
         self._of_passes, current = self._streams.current_stream(), pass_of(batch)
-        if current.extend_lens is None:
+        if current.prefix_lens is None:  # decode
             yield
             return
         states = batch.tree_cache.store.states
-        slots = [RowStates() if linked(req) is None else self._slots(states, req) for req in batch.reqs]
+        slots = [
+            RowStates() if linked(req) is None else self._slots(states, req, prefix_len)
+            for req, prefix_len in zip(batch.reqs, current.prefix_lens, strict=True)
+        ]
         width = self.pool.layout.min_chunk
         self.pieces = Pieces.of(rows_of(current, slots), width, torch.device(self.pool.conv[0].device))
         try:
@@ -182,11 +185,16 @@ class RecurrentLayers:
             self.pieces, self.finish = None, lambda: None
 
     @staticmethod
-    def _slots(states: States, req: Any) -> RowStates:
-        """Of a linked request."""
-        nodes, cached = req.last_node, as_linked(req).row.cached
-        text = [node for node, count in zip(nodes.spans, cached, strict=True) if count]
-        return RowStates([*map(states.slot, nodes.chunks.nodes)], states.slot(text[-1]) if text else None)
+    def _slots(states: States, req: Any, prefix_len: int) -> RowStates:
+        """Of a linked request.  prefix_len: how much of its row has been computed before the pass."""
+        nodes, row = req.last_node, as_linked(req).row
+        text = [node for node, count in zip(nodes.spans, row.cached, strict=True) if count]
+        first = nodes.spans[0] if nodes.spans and prefix_len == row.computed_start[0] and not text else None
+        return RowStates(
+            [*map(states.slot, nodes.chunks.nodes)],
+            states.slot(text[-1]) if text else None,
+            states.slot(first) if first is not None and states.has(first) else None,
+        )
 
     def begin_rows(self, pieces: Pieces, link_states: LinkStates | None = None) -> None:
         """See `beginnings.begin_rows`. After it, SGLang's own description of the pass will do.
