@@ -10,8 +10,8 @@ from sglang.srt.entrypoints.openai.protocol import ResponsesRequest, ResponsesRe
 from sglang.srt.entrypoints.openai.serving_responses import _MediaInputValidationError
 
 from sglang_lazy.port.repairs import http
-from sglang_lazy.port.serving.responses import _History, make_request
-from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.port.serving.responses import make_request
+from sglang_lazy.serving.chat import ChunkParts, History
 
 CAPACITY = 1 << 20
 
@@ -28,7 +28,7 @@ def store(serving, name, length):
     """As SGLang does: first the messages, then the response."""
     parts = ChunkParts()
     content = parts.take_from_content([{"type": "chunk", "text": "a" * length + name}], "content")
-    serving.msg_store[name] = _History([{"role": "user", "content": content}], parts)
+    serving.msg_store[name] = History([{"role": "user", "content": content}], parts)
     request = ResponsesRequest(model="m", input="x" * length)
     response = ResponsesResponse.from_request(
         request, {}, model_name="m", created_time=0, output=[], status="queued", usage=None

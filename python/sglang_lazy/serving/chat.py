@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment, parse_segment
@@ -150,6 +150,17 @@ class ChunkParts:
         for index, text in self.rendered.items():
             segments[index] = dataclasses.replace(segments[index], text=text, input_ids=None)
         return segments
+
+
+class History(list):
+    """A conversation with placeholders, as SGLang stores it for the next turn, and the chunks in their place."""
+
+    def __init__(self, items: Iterable, chunk_parts: ChunkParts):
+        super().__init__(items)
+        self.chunk_parts = chunk_parts
+
+    def __add__(self, answer: list) -> "History":
+        return History([*self, *answer], self.chunk_parts)
 
 
 class PlaceholderTokenizer:

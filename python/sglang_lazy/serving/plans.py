@@ -1,9 +1,10 @@
 """The plan of a prompt with chunks, as it travels with a request through the process that takes requests."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.core.keys import digests
 from sglang_lazy.core.labels import Label
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.segments import ChunkLimit, PromptLayout
@@ -52,6 +53,13 @@ class Plan:
     def moved(self, chunks: tuple[tuple[int, int], ...]) -> "Plan":
         """The same plan with its chunks at other places."""
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, chunks=chunks))
+
+    def chunk_names(self, input_ids: Sequence[int], *namespace: Hashable) -> list[Hashable]:
+        """Keys that identify each chunk's KV, as far as this process knows.  namespace: what else its KV depends on."""
+        chunks, kind = self.layout.chunks, self.policy.preamble
+        lead = input_ids[: chunks[0][0]] if kind == "lead" else ()
+        conditions = hash((*namespace, kind, *lead))
+        return [(digest, conditions) for digest in digests(input_ids, chunks)]
 
     def pack(self) -> "PackedPlan":
         """The plan in the form of its packed layout, the only part that schedulers get."""

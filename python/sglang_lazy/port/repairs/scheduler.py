@@ -56,10 +56,7 @@ class OperationError(RuntimeError):
 
 
 @_SCHEDULER.repair(
-    "init_request_dispatcher",
-    "AFTER",
-    "an operator's failing message does not end the scheduler",
-    _ANSWERED,
+    "init_request_dispatcher", "AFTER", "an operator's failing message does not end the scheduler", _ANSWERED
 )
 def guard(_result: Any, scheduler: Any) -> None:
     """Answer operators' messages with the errors of their handlers.
@@ -149,12 +146,7 @@ def _is_ending(scheduler: Any, req: Any) -> bool:
     return req.finished() or aborted or is_internal(req)
 
 
-@_UPDATER.repair(
-    "resume_memory_occupation",
-    "BEFORE",
-    "memory that was not released is an error",
-    _ANSWERED,
-)
+@_UPDATER.repair("resume_memory_occupation", "BEFORE", "memory that was not released is an error", _ANSWERED)
 def check_released(updater: Any, message: Any) -> None:
     """Only what was released can be resumed."""
     tags = message.tags or GPU_MEMORY_ALL_TYPES
@@ -162,12 +154,7 @@ def check_released(updater: Any, message: Any) -> None:
         raise OperationError(f"this memory was not released: {', '.join(lost)}")
 
 
-@_UPDATER.repair(
-    "release_memory_occupation",
-    "BEFORE",
-    "memory that was released before is an error",
-    _ANSWERED,
-)
+@_UPDATER.repair("release_memory_occupation", "BEFORE", "memory that was released before is an error", _ANSWERED)
 def check_held(updater: Any, message: Any) -> None:
     """Only what is held can be released."""
     tags = message.tags or GPU_MEMORY_ALL_TYPES
@@ -177,12 +164,7 @@ def check_held(updater: Any, message: Any) -> None:
         raise OperationError(f"this memory was released before: {', '.join(lost)}")
 
 
-@_SCHEDULER.repair(
-    "set_internal_state",
-    "AFTER",
-    "internal state that cannot be set is an error",
-    _ANSWERED,
-)
+@_SCHEDULER.repair("set_internal_state", "AFTER", "internal state that cannot be set is an error", _ANSWERED)
 def check_updated(output: Any, _scheduler: Any, message: Any) -> Any:
     """After `Scheduler.set_internal_state`, which changes all values or none, and answers with a 200 anyway."""
     if not output.updated:
@@ -197,10 +179,7 @@ def check_updated(output: Any, _scheduler: Any, message: Any) -> Any:
 
 
 @HOOKS.on("sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin").repair(
-    "init_communicators",
-    "AFTER",
-    "operators get the errors of their messages",
-    _ANSWERED,
+    "init_communicators", "AFTER", "operators get the errors of their messages", _ANSWERED
 )
 def init_communicators(_result: Any, manager: Any) -> None:
     """Pass failures to whoever waits for the answer."""

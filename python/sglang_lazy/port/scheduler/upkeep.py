@@ -60,18 +60,13 @@ def attach_metrics(scheduler: Any) -> None:
         setattr(collector, _METRICS, ChunkMetrics(scheduler.tree_cache.store, collector.labels))
 
 
-def publish(collector: Any) -> None:
-    metrics = getattr(collector, _METRICS, None)
-    if metrics is not None:
-        metrics.publish()
-
-
 @HOOKS.on("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector").feature(
     "log_stats", "AFTER", "metrics of chunks"
 )
-def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
-    """After `SchedulerMetricsCollector.log_stats`."""
-    publish(collector)
+def publish(_result: Any, collector: Any, _stats: Any = None) -> None:
+    metrics = getattr(collector, _METRICS, None)
+    if metrics is not None:
+        metrics.publish()
 
 
 @_SCHEDULER.feature("__init__", "AFTER", "garbage collection does not visit what stays")
@@ -85,7 +80,7 @@ def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None
 @_SCHEDULER.required("on_idle", "AROUND", "scheduler", "an idle scheduler checks its locks")
 def on_idle(original: Callable, scheduler: Any) -> None:
     """Around `Scheduler.on_idle`, which may sleep until a request comes, and logs statistics every 30 seconds."""
-    publish(scheduler.metrics_collector)
+    publish(None, scheduler.metrics_collector)
     collect(scheduler)
     original(scheduler)
     check(scheduler)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -25,6 +24,7 @@ from sglang_lazy.port.serving.usage import extend_protocol
 from sglang_lazy.serving import chunk_routes, page
 from sglang_lazy.serving.known_chunks import UnknownChunk, with_tokens
 from sglang_lazy.serving.prompts import refuse_without_segments
+from sglang_lazy.serving.routes import replace_route
 from sglang_lazy.serving.salts import check_salts, salt_of
 from sglang_lazy.serving.shadow import measured_shadow
 from sglang_lazy.serving.streams import fail_before_stream
@@ -216,18 +216,18 @@ def install_routes() -> None:
     """Replace SGLang's endpoints by ours, and add our own."""
     extend_protocol()
     app = http_server.app
-    _replace_route(app, "/generate", generate)
-    _replace_route(app, "/v1/completions", completions)
+    replace_route(app, "/generate", generate)
+    replace_route(app, "/v1/completions", completions)
     for path in ("/v1/chat/completions", "/invocations"):
-        _replace_route(app, path, chat)
-    _replace_route(app, "/v1/responses", responses)
-    _replace_route(app, "/v1/responses/{response_id}", retrieve)
-    _replace_route(app, "/v1/responses/{response_id}/cancel", cancel)
-    _replace_route(app, "/v1/messages", messages)
-    _replace_route(app, "/v1/messages/count_tokens", count_tokens)
+        replace_route(app, path, chat)
+    replace_route(app, "/v1/responses", responses)
+    replace_route(app, "/v1/responses/{response_id}", retrieve)
+    replace_route(app, "/v1/responses/{response_id}/cancel", cancel)
+    replace_route(app, "/v1/messages", messages)
+    replace_route(app, "/v1/messages/count_tokens", count_tokens)
     for route in list(app.router.routes):
         if (refusing := REFUSING.get(getattr(route, "endpoint", None))) is not None:
-            _replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
+            replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
     app.add_exception_handler(OperationError, _operation_failed)
     chunk_routes.add_routes(app, frontend.current)
     page.add_route(app)
@@ -237,20 +237,3 @@ def install_routes() -> None:
     # One of several tokenizer workers gets here while it starts, when the middleware has been built around the former
     # handlers of errors. It is built again for the next request.
     app.middleware_stack = None
-
-
-def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
-    """Replace the endpoint of `path`; everything else about its route stays."""
-    routes = app.router.routes
-    index = next(index for index, route in enumerate(routes) if getattr(route, "path", None) == path)
-    stock = routes[index]
-    if stock.endpoint is endpoint:
-        return
-    routes[index] = type(stock)(
-        path,
-        endpoint,
-        methods=stock.methods,
-        name=stock.name,
-        response_class=stock.response_class,
-        dependencies=stock.dependencies,
-    )

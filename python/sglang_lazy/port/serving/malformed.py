@@ -103,10 +103,7 @@ async def _check_body(parameters: dict[str, Any]) -> None:
 
 
 @HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager").repair(
-    "_init_req_state",
-    "AROUND",
-    "malformed parameters are refused before their request has a state",
-    _REFUSED,
+    "_init_req_state", "AROUND", "malformed parameters are refused before their request has a state", _REFUSED
 )
 def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around functions that read requests."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from sglang_lazy.core.keys import digests
 from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.port.serving.frontend import frontend_of
@@ -76,19 +75,11 @@ def choose_rank(manager: Any, obj: Any, plan: Plan, input_ids: list[int]) -> Non
     running = Counter(getattr(state.obj, "routed_dp_rank", None) for state in manager.rid_to_state.values())
     named = obj.routed_dp_rank
     ranks = range(manager.server_args.dp_size) if named is None else (named,)
-    names = _names(obj, plan, input_ids)
+    names = plan.chunk_names(input_ids, obj.extra_key, obj.cache_salt, obj.lora_id)
     sizes = {name: end - start for name, (start, end) in zip(names, plan.layout.chunks, strict=True)}
     pick = frontend_of(manager).picker.pick(sizes, {rank: running[rank] for rank in ranks})
     obj.routed_dp_rank = pick.worker
     _own(obj).pick = pick, names
-
-
-def _names(obj: Any, plan: Plan, input_ids: list[int]) -> list[Hashable]:
-    """Keys that identify each chunk's KV, as far as the HTTP process knows."""
-    chunks, kind = plan.layout.chunks, plan.policy.preamble
-    lead = input_ids[: chunks[0][0]] if kind == "lead" else ()
-    namespace = (obj.extra_key, obj.cache_salt, obj.lora_id, kind, *lead)
-    return [(digest, hash(namespace)) for digest in digests(input_ids, chunks)]
 
 
 def learned(outputs: AsyncGenerator[dict, None], obj: Any) -> AsyncGenerator[dict, None]:

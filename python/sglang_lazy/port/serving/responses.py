@@ -1,7 +1,7 @@
 """Chunks in SGLang's Responses API: the request model, its conversion to a prompt, and who may see stored responses."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
@@ -15,7 +15,7 @@ from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving.chat import MessagesWithChunks, with_placeholders
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.serving import response_ids
-from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.chat import ChunkParts, History
 from sglang_lazy.serving.chat_requests import check_chunks, put_chunks, refuse_media
 from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.plans import Plan
@@ -52,22 +52,11 @@ class ResponsesRequest(MessagesWithChunks, StockRequest):
         return prompts.with_plan(params, plan)
 
 
-class _History(list):
-    """A conversation with placeholders, as SGLang stores it for the next turn, and the chunks in their place."""
-
-    def __init__(self, items: Iterable, chunk_parts: ChunkParts):
-        super().__init__(items)
-        self.chunk_parts = chunk_parts
-
-    def __add__(self, answer: list) -> "_History":
-        return _History([*self, *answer], self.chunk_parts)
-
-
 @_RESPONSES.feature("_response_input_history", "AFTER", "chunks of earlier turns")
 def keep_chunks(history: list, _serving: Any, request: Any) -> list:
     """After `OpenAIServingResponses._response_input_history`, which SGLang stores, followed by the answer."""
     chunk_parts = request._chunk_parts if isinstance(request, ResponsesRequest) else None
-    return _History(history, chunk_parts) if chunk_parts is not None and chunk_parts.parts else history
+    return History(history, chunk_parts) if chunk_parts is not None and chunk_parts.parts else history
 
 
 @_RESPONSES.feature("_make_request", "AROUND", "responses with chunks")
@@ -90,7 +79,7 @@ async def make_request(
 
 async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:
     stored = None if earlier is None else serving.msg_store.get(earlier.id)
-    if isinstance(stored, _History):
+    if isinstance(stored, History):
         request._chunk_parts = request._chunk_parts.continuing(stored.chunk_parts)
     chunk_parts = request._chunk_parts
     if not chunk_parts.parts:
