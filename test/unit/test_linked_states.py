@@ -37,7 +37,7 @@ SHAPES = {"delta": Shape("delta", 4, 2, 8, 12), "mamba": Shape("mamba", 4, 2, 6,
 STOCK = {"delta": gdn_backend.GDNAttnBackend, "mamba": Mamba2AttnBackend}
 LINKS = {"delta": LinkDeltaRule, "mamba": LinkMamba2}
 LAYER, TOLERANCE, BLOCK = 5, 1e-5, 4
-BEHIND_CHUNKS = (3, 94, 123, 206, 264, 311, 386)
+BEHIND_CHUNKS = (94, 206, 264, 492, 645, 1458, 1537)
 """Batches of rows with one text each, behind chunks and without."""
 
 
