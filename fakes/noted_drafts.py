@@ -14,8 +14,10 @@ PATH_VARIABLE = "FAKES_NOTED_DRAFTS"
 def load() -> None:
     """The SGLang plugin; runs in each process that SGLang starts."""
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+    from sglang.srt.speculative.frozen_kv_mtp_worker_v2 import FrozenKVMTPDraftWorker
 
-    EagleDraftWorker.draft_forward = _noting(EagleDraftWorker.draft_forward, Path(os.environ[PATH_VARIABLE]))
+    for worker in (EagleDraftWorker, FrozenKVMTPDraftWorker):
+        worker.draft_forward = _noting(worker.draft_forward, Path(os.environ[PATH_VARIABLE]))
     remembered_drafts.load()
 
 

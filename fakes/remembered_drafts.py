@@ -14,12 +14,14 @@ def load() -> None:
     """The SGLang plugin; runs in each process that SGLang starts."""
     from sglang.kernels.ops.speculative import spec_tree
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+    from sglang.srt.speculative.frozen_kv_mtp_worker_v2 import FrozenKVMTPDraftWorker
 
     speculation_on_cpu.load()
     following: dict[int, int] = {}
     verify = spec_tree.verify_tree_greedy_func
     speculation_on_cpu.replace(spec_tree, "verify_tree_greedy_func", _remembering(verify, following))
-    EagleDraftWorker.draft_forward = _recalling(EagleDraftWorker.draft_forward, following)
+    for worker in (EagleDraftWorker, FrozenKVMTPDraftWorker):
+        worker.draft_forward = _recalling(worker.draft_forward, following)
 
 
 def _remembering(verify: Callable, following: dict[int, int]) -> Callable:

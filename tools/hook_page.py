@@ -24,9 +24,10 @@ STEPS = {
         "attention_registry.attn_backend_wrapper",
         "DecodeCudaGraphRunner.capture",
         "EagleDraftWorker.init_attention_backend",
+        "FrozenKVMTPDraftWorker.init_attention_backends",
         *(
-            f"EAGLEDraft{phase}CudaGraphRunner.{method}"
-            for phase in ("", "Extend")
+            f"{runner}CudaGraphRunner.{method}"
+            for runner in ("EAGLEDraft", "EAGLEDraftExtend", "FrozenKVMTP")
             for method in ("capture_one_shape", "_make_graph_key")
         ),
         "kv_cache_builder.maybe_register_hicache_draft",
@@ -65,6 +66,7 @@ STEPS = {
     "Its forward pass runs": (
         "TpModelWorker.forward_batch_generation",
         "EAGLEWorkerV2.forward_batch_generation",
+        "FrozenKVMTPWorkerV2.forward_batch_generation",
         "ForwardBatch.init_new",
         "EagleDraftWorker._draft_extend_for_prefill",
         "PrefillCudaGraphRunner.can_run_graph",

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from .build import init_weight
 from .folders import made_once
 from .spec import rope
 
@@ -20,9 +22,9 @@ def build_draft(algorithm: str, target: str, cache_dir: str | Path) -> str:
 
     algorithm: STANDALONE: the target with weights that differ a little, so that some guesses are right; EAGLE and
         EAGLE3: heads with seeded weights, whose guesses are hardly ever right; NEXTN: the target with a layer more,
-        which guesses as badly, as released checkpoints have it.
+        which guesses as badly, as released checkpoints have it; FROZEN_KV_MTP: an assistant that reads the target's KV.
     target: the folder of a Llama, as `build_model` makes it; for EAGLE3 also of a GPT-OSS, for NEXTN of a GLM-4.5 or
-        a Qwen3.5.
+        a Qwen3.5, for FROZEN_KV_MTP of a Gemma 4.
     """
     digest = hashlib.sha256(f"{Path(__file__).read_text()}{Path(target).name}".encode()).hexdigest()[:12]
 
@@ -124,9 +126,35 @@ def _nextn(config: dict, target: str) -> tuple[dict, Weights]:
     return config, {**weights, **added}
 
 
+def _frozen_kv_mtp(config: dict, _target: str) -> tuple[dict, Weights]:
+    """A Gemma 4's assistant: narrower layers of both kinds, two of them with windows. They have queries alone."""
+    text, generator = config["text_config"], torch.Generator().manual_seed(4)
+    whole = text["per_layer_config"][str(text["layer_types"].index("full_attention"))]
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    settings = {
+        **{key: value for key, value in text.items() if key not in ("model_type", "per_layer_config")},
+        **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_kv_shared_layers=3, layer_types=kinds),
+        **dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0),
+        **dict(use_double_wide_mlp=False, enable_moe_block=False),
+        **dict(global_head_dim=whole["head_dim"], num_global_key_value_heads=whole["num_key_value_heads"]),
+    }
+    assistant = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**settings),
+        backbone_hidden_size=text["hidden_size"],
+        tie_word_embeddings=True,
+    )
+    model = transformers.Gemma4AssistantForCausalLM(assistant)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            init_weight(name, weight, generator, tied=True)
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    return {**assistant.to_dict(), "architectures": ["Gemma4AssistantForCausalLM"]}, weights
+
+
 DRAFTS: dict[str, Callable[[dict, str], tuple[dict, Weights]]] = {
     "STANDALONE": _standalone,
     "EAGLE": _eagle,
     "EAGLE3": _eagle3,
     "NEXTN": _nextn,
+    "FROZEN_KV_MTP": _frozen_kv_mtp,
 }

@@ -43,12 +43,15 @@ WAYS = {
     "EAGLE3 fa3": {"attention_backend": "fa3", **chain(3)},
     # Windows, in a pool of their own, and sinks, of which the draft has none
     "EAGLE3 gpt-oss": {**options_of("gpt-oss", attention_backend="fa3", chunked_prefill_size=1024), **chain(3)},
+    # Windows, in a pool of their own; the draft reads the model's KV
+    "FROZEN_KV_MTP gemma4": options_of("gemma4", **chain(3)),
+    "FROZEN_KV_MTP gemma4 eager": options_of("gemma4", disable_cuda_graph=True, **chain(3)),
 }
 
 
 def model(name: str, model_dir) -> str:
-    """A model whose heads have the size that CUDA kernels take: gpt-oss, or else a Llama."""
-    if name == "gpt-oss":
+    """A model whose heads have the size that CUDA kernels take: gpt-oss, Gemma 4, or else a Llama."""
+    if name in ("gpt-oss", "gemma4"):
         return wide(name, model_dir)
     spec = MODELS["llama"]
     settings = {**spec.settings, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024}
@@ -60,7 +63,7 @@ def served(request, model_dir):
     """An engine that drafts, the model's path, and the algorithm."""
     from sglang_lazy import Engine
 
-    algorithm, _, name = request.param.partition(" ")
+    algorithm, name, *_ = [*request.param.split(), ""]
     path = model(name, model_dir)
     engine = Engine(
         model_path=path,

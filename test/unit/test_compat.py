@@ -120,14 +120,19 @@ DRAFTING = {
     "enable_multi_layer_eagle": False,
     "speculative_adaptive": False,
     "enable_mixed_chunk": False,
+    "disable_overlap_schedule": False,
 }
 TREE = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 UNFIT_TO_DRAFT = [
     *(({"speculative_algorithm": name}, f"--speculative-algorithm {name}") for name in ("DFLASH", "DSPARK", "UNO")),
-    ({"speculative_algorithm": "FROZEN_KV_MTP"}, "the model's own KV"),
+    ({"speculative_algorithm": "FROZEN_KV_MTP", "disable_overlap_schedule": True}, "--disable-overlap-schedule"),
     ({"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}, TREE),
     ({"speculative_num_steps": 8, "speculative_num_draft_tokens": 9}, TREE),
     ({"speculative_num_steps": 0, "speculative_num_draft_tokens": 1}, TREE),
+    (
+        {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_num_steps": None, "speculative_num_draft_tokens": None},
+        TREE,
+    ),
     ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, "--speculative-num-draft-tokens 12"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"speculative_adaptive": True}, "--speculative-adaptive"),
@@ -158,12 +163,18 @@ def test_flags_are_sglangs_own():
     assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE"])
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_chains_of_drafts_fit(algorithm, steps):
     given = {"speculative_algorithm": algorithm, "speculative_num_steps": steps}
     assert compat.unfit_flags(Args(**{**DRAFTING, **given, "speculative_num_draft_tokens": steps + 1})) == []
     assert set(DRAFTING) <= set(ServerArgs.__struct_fields__)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_drafts_fit_without_overlap(algorithm):
+    given = {"speculative_algorithm": algorithm, "disable_overlap_schedule": True}
+    assert compat.unfit_flags(Args(**{**DRAFTING, **given})) == []
 
 
 @pytest.mark.parametrize("breadth", [1, 10])

@@ -1,5 +1,6 @@
 """What the model that drafts reads: the tokens of its prefills, the rows of its passes, its graphs."""
 
+import dataclasses
 from array import array
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -124,6 +125,30 @@ def test_a_model_that_the_link_path_cannot_serve_reads_chunks_as_they_are(monkey
     )
     drafts.read_chunks(None, SimpleNamespace(draft_runner=runner))
     assert given.drafter is runner and given.model.draft is None and "fewer are accepted: no rotation" in caplog.text
+
+
+@pytest.mark.parametrize(("window", "fits"), [(None, True), (24, True), (16, False)])
+def test_a_draft_reads_what_the_model_keeps_for_its_own_windows(window, fits, monkeypatch, caplog):
+    """What a row lists of its end is as long as the longest window of the model."""
+    layer = AttentionLayer(1, 1, 32, LayerRope(torch.zeros(16), 8, True, "cpu"), window, kernels=Mock())
+    given = SegmentTable(4, 1, "cpu", ServedModel({}, {0: dataclasses.replace(layer, window=24)}))
+    monkeypatch.setattr(drafts, "unfit_layers", lambda *_, **__: [])
+    monkeypatch.setattr(drafts, "describe_layers", lambda *_: {3: layer})
+    monkeypatch.setattr(drafts, "check_layers", lambda _model, layers, *_: layers)
+    monkeypatch.setattr(drafts, "choose_kernels", lambda _config, layers, *_: layers)
+    wrapped = []
+    monkeypatch.setattr(drafts, "with_link_path", lambda backend, *_: wrapped.append(backend))
+    pool = SimpleNamespace(get_kv_buffer=lambda layer_id: f"KV of layer {layer_id}")
+    runner = SimpleNamespace(
+        model=SimpleNamespace(kv_context=SimpleNamespace(target_token_to_kv_pool=pool)),
+        model_config=SimpleNamespace(context_len=8, hidden_size=32),
+        req_to_token_pool=SimpleNamespace(segment_table=given),
+        **{"device": "cpu", "dtype": torch.float32, "kv_cache_dtype": torch.float32},
+    )
+    drafts.read_target(None, SimpleNamespace(draft_runner=runner, draft_attn_backend="its attention"))
+    assert given.drafter is None, "it has no KV that belongs to a chunk"
+    assert wrapped == (["its attention"] if fits else []) and ("have windows" in caplog.text) == (not fits)
+    assert (given.model.draft and given.model.draft.kv_buffers) == ({3: "KV of layer 3"} if fits else None)
 
 
 def test_window_layers_of_a_draft_with_a_host_tier():

@@ -269,7 +269,9 @@ class LinkAttention(AttentionBackend):
                 k, v = k.clone(), v.clone()
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         # SGLang cuts off what pads q to the size of a prefill graph, but not where q has a batch dimension (Gemma 3).
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: len(forward_batch.out_cache_loc)]
+        # A draft that reads the target's KV has no slots to store in, and nothing pads it.
+        slots = forward_batch.out_cache_loc
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: None if slots is None else len(slots)]
         return heads, self._with_caches(layer, heads.dtype, kwargs.get("sinks"))
 
     def _with_caches(self, attn: Any, dtype: torch.dtype, sinks: torch.Tensor | None) -> Layer:

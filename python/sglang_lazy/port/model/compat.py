@@ -23,7 +23,7 @@ from sglang_lazy.port.model.recurrent import Recurrence
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
-DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM"), 7
+DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE", "NGRAM"), 7
 """The algorithms of speculative decoding, as SGLang resolves them, and the most drafts in a chain."""
 
 STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
@@ -87,14 +87,10 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
     """Reasons in the flags of speculative decoding."""
     if (algorithm := flags.speculative_algorithm) is None:
         return {}
-    if algorithm == "FROZEN_KV_MTP":
-        return {
-            f"--speculative-algorithm {algorithm}, which Gemma 4's assistant needs: it drafts from the model's own KV, "
-            "where a chunk's keys are rotated for other positions": True
-        }
     if algorithm not in DRAFTING:
         return {f"--speculative-algorithm {algorithm}: linked rows are verified for {', '.join(DRAFTING)}, NEXTN": True}
-    steps, num_verified = flags.speculative_num_steps, flags.speculative_num_draft_tokens
+    steps = flags.speculative_num_steps or 0  # SGLang has no default for FROZEN_KV_MTP
+    num_verified = flags.speculative_num_draft_tokens
     is_ngram = algorithm == "NGRAM"
     is_chain = flags.speculative_eagle_topk == 1 and 1 <= steps <= MAX_DRAFTS and num_verified == steps + 1
     return {
@@ -103,6 +99,9 @@ def _unfit_drafts(flags: Any) -> dict[str, bool]:
         ),
         f"drafts that form a tree: linked rows verify a chain of at most {MAX_DRAFTS}, as with --speculative-num-steps "
         "3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4": not (is_chain or is_ngram),
+        f"--disable-overlap-schedule with {algorithm}: without overlap SGLang calls its worker wrongly": (
+            algorithm == "FROZEN_KV_MTP" and flags.disable_overlap_schedule
+        ),
         "--enable-multi-layer-eagle: its drafts read earlier rows": flags.enable_multi_layer_eagle,
         "--speculative-adaptive: it makes attention anew while requests run": flags.speculative_adaptive,
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM: segments would be read on another stream": (

@@ -1,4 +1,5 @@
-"""Drafting over chunks: the model that drafts reads their KV, its own in the same slots, through the link path.
+"""Drafting over chunks: the model that drafts reads their KV, its own in the same slots or the target's, through the
+link path.
 
 Nothing that it reads changes an answer, only how many of its drafts are accepted.
 """
@@ -63,6 +64,17 @@ class LinkStep(LinkAttention):
         super(LinkAttention, self).init_forward_metadata_in_graph(forward_batch)
 
 
+class LinkTarget(LinkAttention):
+    """The link path of a model that drafts from the target's KV: its passes decode, and store nothing."""
+
+    def init_link_path(self, runner: Any, table: SegmentTable, model: ServedModel) -> None:
+        super().init_link_path(runner, table, model)
+        self.link_pool = target_kv(runner)
+
+    def _compile_extend(self, *_args: Any) -> None:
+        pass
+
+
 class LinkSteps:
     """Mixed into the class of SGLang's container of drafting passes, `attn_backends`."""
 
@@ -110,11 +122,7 @@ def read_chunks(_result: Any, worker: Any) -> None:
     if isinstance(runner.token_to_kv_pool, SWAKVPool) and flags_of(runner.server_args).enable_hierarchical_cache:
         raise ValueError("--enable-hierarchical-cache: window layers of the model that drafts have a pool of their own")
     table.drafter = runner
-    try:
-        model = describe_draft(runner)
-    except Unfit as error:
-        reasons = "; ".join(error.reasons)
-        logger.warning("sglang-lazy: drafts read chunks unrotated, so fewer are accepted: %s", reasons)
+    if (model := fit_draft(runner, runner.token_to_kv_pool, set())) is None:
         return
     table.model.draft = model
     with_link_path(worker.draft_extend_attn_backend, runner, table, model)
@@ -125,8 +133,41 @@ def read_chunks(_result: Any, worker: Any) -> None:
         steps.link_table = table
 
 
-def describe_draft(runner: Any) -> ServedModel:
-    """The loaded model of a draft's `ModelRunner`. Raises Unfit if the link path cannot serve it."""
+@HOOKS.on("sglang.srt.speculative.frozen_kv_mtp_worker_v2.FrozenKVMTPDraftWorker").feature(
+    "init_attention_backends", "AFTER", "so do drafts that read the KV of the model itself"
+)
+def read_target(_result: Any, worker: Any) -> None:
+    """After `FrozenKVMTPDraftWorker.init_attention_backends`: the same where the KV is the target's, and each pass of a
+    step reads what the step before has left. With chains, one backend serves all passes."""
+    runner = worker.draft_runner
+    table = table_of(runner.req_to_token_pool)
+    if table is None:
+        return
+    if (model := fit_draft(runner, target_kv(runner), table.model.windows)) is not None:
+        table.model.draft = model
+        with_link_path(worker.draft_attn_backend, runner, table, model, LinkTarget)
+
+
+def target_kv(runner: Any) -> Any:
+    """The target's KV pool, which a draft's `ModelRunner` reads: its layers have the ids of those whose KV that is."""
+    return runner.model.kv_context.target_token_to_kv_pool
+
+
+def fit_draft(runner: Any, pool: Any, windows: set[int]) -> ServedModel | None:
+    """`describe_draft`, or None and a warning if the link path cannot serve the model."""
+    try:
+        return describe_draft(runner, pool, windows)
+    except Unfit as error:
+        reasons = "; ".join(error.reasons)
+        logger.warning("sglang-lazy: drafts read chunks unrotated, so fewer are accepted: %s", reasons)
+        return None
+
+
+def describe_draft(runner: Any, pool: Any, windows: set[int]) -> ServedModel:
+    """The loaded model of a draft's `ModelRunner`. Raises Unfit if the link path cannot serve it.
+
+    pool: of the KV that it reads.  windows: those that its layers may have.
+    """
     if reasons := unfit_layers(runner.model, may_lack_rotation=False):
         raise Unfit(reasons)
     try:
@@ -134,11 +175,12 @@ def describe_draft(runner: Any) -> ServedModel:
         layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
     except ValueError as error:
         raise Unfit([str(error)]) from error
-    if any(layer.window is not None for layer in layers.values()):
-        raise Unfit(["its layers have windows"])
     kinds = torch.device(runner.device), runner.dtype, runner.kv_cache_dtype
     layers = choose_kernels(LazyConfig.current(), layers, *kinds)
-    return ServedModel({layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}, layers)
+    model = ServedModel({layer_id: pool.get_kv_buffer(layer_id) for layer_id in layers}, layers)
+    if model.windows - windows:
+        raise Unfit(["its layers have windows"])
+    return model
 
 
 @_WORKER.feature(

@@ -165,12 +165,13 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         return original(worker, batch, *args, **kwargs)
 
 
-@HOOKS.on("sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2").feature(
-    "forward_batch_generation", "AROUND", "so do those that draft and verify"
-)
+@HOOKS.on(
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
+    "sglang.srt.speculative.frozen_kv_mtp_worker_v2.FrozenKVMTPWorkerV2",
+).feature("forward_batch_generation", "AROUND", "so do those that draft and verify")
 def decode_with_drafts(original: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `EAGLEWorkerV2.forward_batch_generation`: the same in decode, where it drafts and verifies. In prefill it
-    calls the target's worker."""
+    """Around `forward_batch_generation` of workers that draft: the same in decode, where they draft and verify. In
+    prefill they call the target's worker."""
     runner = worker.target_worker.model_runner
     table = table_of(runner.req_to_token_pool)
     if table is None or not batch.forward_mode.is_decode():
