@@ -96,9 +96,8 @@ class Layers:
             pieces, self.last[layer], self.requests[layer], self.chunks.conv[0][layer], self.chunks.h[layer],
             self.chunks.p[layer], self.link_states,
         )  # fmt: skip
-        known = torch.ones_like(pieces.indices, dtype=torch.bool)
         parts = states.convolve(
-            lambda last: self.parts(pieces, last, pieces.indices, known), self.inputs[: sum(pieces.lens)]
+            lambda last: self.parts(pieces, last, pieces.indices, pieces.known), self.inputs[: sum(pieces.lens)]
         )
         states.compute(DeltaRule(lambda v, wide: self.rule(parts, v, wide, pieces.indices, pieces), parts[2]))
 

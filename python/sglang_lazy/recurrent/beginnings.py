@@ -47,7 +47,7 @@ def of_all_layers(
     """
     layers = torch.arange(num_layers, dtype=torch.int32, device=slots.device)[:, None]
     initial, indptr, parts = rows
-    own = ~(slots[(~parts).clamp(min=0)] + layers * request_slots)
+    own = ~(slots.int()[(~parts).clamp(min=0)] + layers * request_slots)
     return LinkRows(
         torch.where(initial < 0, initial, initial + layers * request_slots).flatten(),
         torch.cat([indptr[:1], (indptr[1:] + layers * len(parts)).flatten()]),

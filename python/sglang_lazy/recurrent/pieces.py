@@ -66,7 +66,7 @@ class LinkRows(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Pieces and their slots, int32 each."""
+    """Pieces and their slots, int64 each, which PyTorch would convert others to in every layer."""
 
     pieces: torch.Tensor
     slots: torch.Tensor
@@ -83,11 +83,11 @@ class Owned(NamedTuple):
 class Inputs(NamedTuple):
     """The convolutions' last inputs before each piece, `width` of them.
 
-    request_slots, chunk_slots: int32 [num_pieces], whose last inputs these are; 0 where it is the other's, or nobody's.
+    request_slots, chunk_slots: int64 [num_pieces], whose last inputs these are; 0 where it is the other's, or nobody's.
     of_chunk, of_nobody: bool [num_pieces].
-    behind: int32 [m], the pieces that follow tokens of the same batch; None if there are none.
-    tokens: int32 [m, width], these tokens, where `is_token`; elsewhere 0.
-    earlier: int32 [m, width], elsewhere piece * width + column of another piece's last inputs.
+    behind: int64 [m], the pieces that follow tokens of the same batch; None if there are none.
+    tokens: int64 [m, width], these tokens, where `is_token`; elsewhere 0.
+    earlier: int64 [m, width], elsewhere piece * width + column of another piece's last inputs.
     is_token: bool [m, width].
     """
 
@@ -102,8 +102,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, *tensors: torch.Tensor, width: int) -> "Inputs":
-        """Of int32 tensors in the order of the fields, flat."""
-        request_slots, chunk_slots, of_chunk, of_nobody, behind, *columns = tensors
+        """Of integers in the order of the fields, flat."""
+        request_slots, chunk_slots, of_chunk, of_nobody, behind, *columns = (each.long() for each in tensors)
         tokens, earlier, is_token = (column.view(-1, width) for column in columns)
         return cls(
             request_slots, chunk_slots, of_chunk.bool(), of_nobody.bool(), behind if len(behind) else None,
@@ -142,6 +142,7 @@ class Pieces:
     lens: the number of tokens of each piece.
     cu_seqlens: int32 [num_pieces + 1].
     indices: int32 [num_pieces], 0, 1, 2 ...: of states that are in the pieces' order.
+    known: bool [num_pieces], whether there is something before each piece: True, if only zeros.
     early: rows whose states before pieces depend on nothing that the batch computes; one piece each, the last part.
     late: the other rows; None if there are none.
     two_calls: see above.
@@ -154,6 +155,7 @@ class Pieces:
     lens: Sequence[int]
     cu_seqlens: torch.Tensor
     indices: torch.Tensor
+    known: torch.Tensor
     early: LinkRows | None
     late: LinkRows | None
     two_calls: bool
@@ -172,21 +174,27 @@ class Pieces:
         twice, and for a resumed one whose preamble is in the same batch.
         """
         plan = _Plan(rows)
-        cu_seqlens = np.cumsum([0, *plan.lens])
-        arrays = [cu_seqlens, np.arange(len(plan.lens))]
+        bounds = np.cumsum([0, *plan.lens])
+        arrays = [bounds, np.arange(len(plan.lens))]
         arrays += [*_link_rows(plan.early), *_link_rows(plan.late)]
         arrays += [*_pairs(plan.last), *_pairs(plan.chunks), *_pairs(plan.resumed)]
-        tensors = iter(ints_to_device([*arrays, *_inputs(plan.before, cu_seqlens, width)], device))
+        tensors = iter(ints_to_device([*arrays, *_inputs(plan.before, bounds, width)], device))
+        cu_seqlens, indices = itertools.islice(tensors, 2)
+
+        def owned() -> Owned | None:
+            return _unless_empty(Owned(*(each.long() for each in itertools.islice(tensors, 2))))
+
         return cls(
             lens=plan.lens,
-            cu_seqlens=next(tensors),
-            indices=next(tensors),
+            cu_seqlens=cu_seqlens,
+            indices=indices,
+            known=torch.ones_like(indices, dtype=torch.bool),
             early=_unless_empty(LinkRows(*itertools.islice(tensors, 3))),
             late=_unless_empty(LinkRows(*itertools.islice(tensors, 3))),
             two_calls=plan.two_calls,
-            last=_unless_empty(Owned(*itertools.islice(tensors, 2))),
-            chunks=_unless_empty(Owned(*itertools.islice(tensors, 2))),
-            resumed=_unless_empty(Owned(*itertools.islice(tensors, 2))),
+            last=owned(),
+            chunks=owned(),
+            resumed=owned(),
             inputs=Inputs.of(*tensors, width=width),
         )
 
@@ -197,13 +205,13 @@ class Pieces:
 
     def in_slots(self, request_slots: torch.Tensor) -> "Pieces":
         """The same, if the slots of its rows are indices of requests.  request_slots: integers, the slot of each."""
-        slots = request_slots.to(torch.int32)
+        slots, of_rows = request_slots.long(), request_slots.to(torch.int32)
 
         def placed(rows: LinkRows | None) -> LinkRows | None:
             if rows is None:
                 return None
             requests = rows.initial_slots
-            return rows._replace(initial_slots=torch.where(requests < 0, requests, slots[requests.clamp(min=0)]))
+            return rows._replace(initial_slots=torch.where(requests < 0, requests, of_rows[requests.clamp(min=0)]))
 
         return dataclasses.replace(
             self,

@@ -107,7 +107,7 @@ class LinkDeltaRule(LinkStates):
                 b=b,
                 conv_states=last,
                 conv_cache_indices=pieces.indices,
-                has_initial_states=torch.ones_like(pieces.indices, dtype=torch.bool),
+                has_initial_states=pieces.known,
                 query_start_loc=pieces.cu_seqlens,
                 seq_lens_cpu=pieces.lens,
                 ssm_states=None,
@@ -162,7 +162,7 @@ class LinkMamba2(LinkStates):
         begins = blocks(pieces.lens, self.mamba_chunk_size)
         seq_idx, indices, offsets = ints_to_device([of_tokens, *begins], pieces.cu_seqlens.device)
         mixed = Mamba2Metadata.MixedMetadata(
-            has_initial_states=torch.ones_like(pieces.indices, dtype=torch.bool),
+            has_initial_states=pieces.known,
             prep_initial_states=False,  # they are given in `_scan`
             chunk_size=self.mamba_chunk_size,
             seq_idx=seq_idx[None],

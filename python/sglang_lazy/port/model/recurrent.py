@@ -255,7 +255,7 @@ class LinkConvolutions(AttentionBackend):
             layer_cache=SimpleNamespace(conv=[before]),
             cache_indices=pieces.indices.to(self.cache_indices_dtype),
             query_start_loc=pieces.cu_seqlens,
-            has_initial_state=torch.ones_like(pieces.indices, dtype=torch.bool),
+            has_initial_state=pieces.known,
         )
 
     def _write(self) -> None:
