@@ -51,7 +51,7 @@ test-all: $(READY) $(SMG_READY) $(MOONCAKE_READY) # of the product
 	$(PYTEST) -m 'not nightly'
 
 test-nightly: $(READY) $(SMG_READY) $(MOONCAKE_READY) # with every variant, and every scenario on every model
-	LAZY_ALL_MODELS=1 $(PYTEST)
+	$(PYTEST)
 
 test-research: $(READY)
 	$(PYTEST) research/test

@@ -2,7 +2,6 @@
 the model itself, in one batch, are the oracle's, which has an adapter's weights merged into the model's."""
 
 import gc
-import os
 
 import pytest
 import torch
@@ -71,14 +70,14 @@ class Adapted(Speculating):
 
 
 PLUGINS = {"EAGLE": draft_kv_watch, "EAGLE3": draft_kv_watch, "NGRAM": ngram_on_cpu}
-ALGORITHMS = PLUGINS if os.environ.get("LAZY_ALL_MODELS") else ["EAGLE"]
 
 
 def on_one_worker(algorithm):
-    return pytest.param(algorithm, marks=pytest.mark.xdist_group(f"adapters {algorithm}"))
+    marks = [] if algorithm == "EAGLE" else [pytest.mark.nightly]
+    return pytest.param(algorithm, marks=[pytest.mark.xdist_group(f"adapters {algorithm}"), *marks])
 
 
-@pytest.fixture(scope="module", params=map(on_one_worker, ALGORITHMS))
+@pytest.fixture(scope="module", params=map(on_one_worker, PLUGINS))
 def served(request, model_dir, with_plugin, tmp_path_factory):
     with with_plugin(PLUGINS[request.param].load):
         served = Adapted(request.param, model_dir, tmp_path_factory.mktemp("adapters"))

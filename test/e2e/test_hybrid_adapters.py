@@ -3,7 +3,6 @@ with an adapter's weights merged into it."""
 
 import functools
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,6 @@ VALUES = DELTA["linear_num_value_heads"] * DELTA["linear_value_head_dim"]
 PARTS = {"in_proj_qkv": {"in_proj_q": KEYS, "in_proj_k": KEYS, "in_proj_v": VALUES}}
 """What SGLang reads an adapter's factors of `in_proj_qkvz` as, beside `in_proj_z`; in transformers these are two."""
 WAYS = {name: {} for name in MODULES} | {"qwen3.5-vl on two ranks": {"tp_size": 2}}
-NAMES = WAYS if os.environ.get("LAZY_ALL_MODELS") else ["qwen3.5-vl"]
 RANKS = {"a": 4, "b": 8}
 """Those of the adapters."""
 
@@ -74,7 +72,10 @@ class Adapted(Served):
         return outputs
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module",
+    params=[way if way == "qwen3.5-vl" else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS],
+)
 def served(request, model_dir, with_plugin, tmp_path_factory):
     name, options = request.param.partition(" ")[0], {"chunked_prefill_size": 64, **WAYS[request.param]}
     kind = functools.partial(Adapted, adapters=tmp_path_factory.mktemp("adapters"))

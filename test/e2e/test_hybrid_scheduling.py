@@ -1,7 +1,6 @@
 """Requests of models with recurrent layers that decode beside new tokens, are retracted, or give way to others."""
 
 import concurrent.futures
-import os
 import time
 
 import pytest
@@ -35,8 +34,7 @@ OPTIONS = {
     "skip_tokenizer_init": True,
     "skip_server_warmup": True,
 }
-ALL = os.environ.get("LAZY_ALL_MODELS")
-WAYS = ["qwen3.5", *(["qwen3.5 without overlap", "lfm2", "granite4"] if ALL else [])]
+OTHERS = ["qwen3.5 without overlap", "lfm2", "granite4"]
 
 
 class Scheduled:
@@ -62,7 +60,7 @@ class Scheduled:
         return requests.get(f"{self.url}/server_info", timeout=PATIENCE).json()["internal_states"][0][leftovers.NAME]
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["qwen3.5", *(pytest.param(way, marks=pytest.mark.nightly) for way in OTHERS)])
 def served(request, model_dir, with_plugin, tmp_path_factory):
     """SGLang retracts requests in every third step of decoding, as it does when memory runs out."""
     name, _, overlap = request.param.partition(" ")

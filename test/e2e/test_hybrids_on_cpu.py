@@ -2,7 +2,6 @@
 ground on which chunks of such models can be tested."""
 
 import contextlib
-import os
 
 import pytest
 import requests
@@ -18,11 +17,10 @@ from sglang_lazy.testing import CPU_OPTIONS, running_server
 
 TOLERANCE = 3e-5  # of a log-probability: both compute in fp32, and in another order
 NUM_TOKENS = 8
-ALL = os.environ.get("LAZY_ALL_MODELS")
-NAMES = [
-    name
+NAMES = [  # others lack an image processor
+    name if name == "qwen3.5" else pytest.param(name, marks=pytest.mark.nightly)
     for name, spec in HYBRIDS.items()
-    if not spec.cpu_options and (spec.core or ALL)  # others lack an image processor
+    if not spec.cpu_options
 ]
 pytestmark = [
     pytest.mark.slow,  # starts servers
@@ -50,9 +48,7 @@ def serving(stock_path, with_plugin, tmp_path):
 
 
 # By day, test_recurrent_chunks.py has the others: prompts without chunks are among its scenarios.
-@pytest.mark.parametrize(
-    "name", ["qwen3.5", *(pytest.param(x, marks=pytest.mark.nightly) for x in NAMES if x != "qwen3.5")]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
     """Prompts in one batch and a second turn, whose tokens are cached; with what SGLang chooses if no flag does."""
     path, dice = build_model(HYBRIDS[name], model_dir), Dice(name)
@@ -75,7 +71,7 @@ def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
         assert (expected.amax(-1) - reported).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES if ALL else ["qwen3.5"])
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_without_chunks_are_stocks_to_the_bit(name, model_dir, serving):
     path, dice, reported = build_model(HYBRIDS[name], model_dir), Dice(name), []
     first, second = list(dice.ids(133)), list(dice.ids(40))

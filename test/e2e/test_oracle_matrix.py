@@ -1,12 +1,11 @@
 """The whole path on a CPU against the oracle: every model, every way of reusing chunks, in fp32.
 
-Core models run everything, the others each scenario once; LAZY_ALL_MODELS=1 makes all of them core.
+Core models run everything, the others each scenario once, and everything at night.
 """
 
 import contextlib
 import functools
 import gc
-import os
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from support.engine import EngineProcess
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 4
 SERVABLE = [name for name, spec in MODELS.items() if spec.needs is None]
-NAMES = [name for name in SERVABLE if MODELS[name].core or os.environ.get("LAZY_ALL_MODELS")]
+OTHERS = [name for name in SERVABLE if not MODELS[name].core]
 
 # Window layers have as many slots as the others.
 SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, swa_full_tokens_ratio=1.0, log_level="error")
@@ -160,13 +159,19 @@ def check_counts(waves: Waves) -> None:
 FAST = ("llama",)
 
 
-def on_one_worker(name: str):
+def on_one_worker(name: str, *more):
     """The parameter `name`; all tests with the same name run in the process that has its engine."""
-    marks = [pytest.mark.xdist_group(name), *([] if name in FAST else [pytest.mark.slow])]
+    marks = [pytest.mark.xdist_group(name), *([] if name in FAST else [pytest.mark.slow]), *more]
     return pytest.param(name, marks=marks)
 
 
-@pytest.fixture(scope="module", params=map(on_one_worker, [*NAMES, "glm4 copies", "gpt-oss copies"]))
+@pytest.fixture(
+    scope="module",
+    params=[
+        on_one_worker(name, *([pytest.mark.nightly] if name in OTHERS else []))
+        for name in (*SERVABLE, "glm4 copies", "gpt-oss copies")
+    ],
+)
 def served(request, model_dir):
     """One engine for all tests of a model; pytest groups them and stops the engine before the next."""
     name, _, _ = request.param.partition(" ")
@@ -228,7 +233,7 @@ def test_prompts_given_as_text(served):
         served.check(expected, served.engine.generate(segments=given, sampling_params=params, return_logprob=True))
 
 
-@pytest.mark.parametrize("name", [on_one_worker(name) for name in SERVABLE if name not in NAMES])
+@pytest.mark.parametrize("name", [on_one_worker(name) for name in OTHERS])
 def test_other_models(name, model_dir, with_plugin):
     """Each scenario once: cold, and warm where it repeats itself."""
     with with_plugin(shared_gate.load) if name == "qwen2-moe" else contextlib.nullcontext():

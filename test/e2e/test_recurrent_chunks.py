@@ -1,9 +1,8 @@
 """Models with recurrent layers, on a CPU with PyTorch for their kernels: all ways of reusing chunks against the oracle,
-whose recurrence goes token by token. LAZY_ALL_MODELS=1 tries all models, not only core ones."""
+whose recurrence goes token by token. Models that are not core, and most on two ranks, are for the night."""
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -37,14 +36,12 @@ OPTIONS = dict(
     mamba_track_interval=64,  # how often SGLang keeps a state in decode: short answers come to it
     log_level="error",
 )
-ALL = os.environ.get("LAZY_ALL_MODELS")
-NAMES = [name for name, spec in HYBRIDS.items() if spec.core or ALL]
-ON_TWO_RANKS = {"qwen3.5", *(NAMES if ALL else ())}
 IN_PARTS = ("qwen3.5", "falcon-h1")
 """Models whose chunks and prompts are computed in parts."""
-WAYS = {name: {"chunked_prefill_size": 64} if name in IN_PARTS else {} for name in NAMES}
-WAYS |= {f"{name} on two ranks": {**WAYS[name], "tp_size": 2} for name in NAMES if name in ON_TWO_RANKS}
+WAYS = {name: {"chunked_prefill_size": 64} if name in IN_PARTS else {} for name in HYBRIDS}
+WAYS |= {f"{name} on two ranks": {**WAYS[name], "tp_size": 2} for name in HYBRIDS}
 """How models are served."""
+BY_DAY = {*(name for name, spec in HYBRIDS.items() if spec.core), "qwen3.5 on two ranks"}
 
 
 class Served:
@@ -120,7 +117,8 @@ def hits(output: dict) -> list[bool]:
 
 
 def on_one_worker(name: str):
-    return pytest.param(name, marks=pytest.mark.xdist_group(f"{name} chunks"))
+    marks = [] if name in BY_DAY else [pytest.mark.nightly]
+    return pytest.param(name, marks=[pytest.mark.xdist_group(f"{name} chunks"), *marks])
 
 
 @contextlib.contextmanager
@@ -223,7 +221,8 @@ HOST_WAYS = {"": {}, "without overlap": hybrids_on_cpu.WITHOUT_OVERLAP, "on two 
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3.5", "falcon-h1 without overlap", *(["qwen3.5 on two ranks"] if ALL else [])]
+    scope="module",
+    params=["qwen3.5", "falcon-h1 without overlap", pytest.param("qwen3.5 on two ranks", marks=pytest.mark.nightly)],
 )
 def with_host(request, model_dir, with_plugin):
     name, _, way = request.param.partition(" ")

@@ -1,7 +1,6 @@
 """Speculation over chunks on a CPU: answers are the oracle's, whatever was drafted and accepted."""
 
 import gc
-import os
 
 import pytest
 import torch
@@ -159,10 +158,7 @@ def test_layers_with_windows(model_dir, with_plugin):
         served.engine.shutdown()
 
 
-LENGTHS = [7, *([1, 2, 3, 5] if os.environ.get("LAZY_ALL_MODELS") else [])]  # of chains
-
-
-@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("steps", [7, *(pytest.param(steps, marks=pytest.mark.nightly) for steps in (1, 2, 3, 5))])
 def test_windows_and_sinks(steps, model_dir, with_plugin):
     """gpt-oss, drafted for by a Llama: runs of every length, and answers longer than a window. Window layers have few
     slots, so chunks lose window KV that is computed again; and what is drafted takes slots there, too."""

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from served import TWO_RANKS
-from test_recurrent_chunks import ALL, OPTIONS, WAYS, hits, serving
+from test_recurrent_chunks import OPTIONS, WAYS, hits, serving
 
 from fakes import hybrids_on_cpu
 from oracle.models.build import build_model
@@ -27,7 +27,9 @@ WITH_COMMANDS = [way for way in WAYS if not HYBRIDS[way.partition(" ")[0]].cpu_o
 """Others need an option that is no flag."""
 
 
-@pytest.mark.parametrize("way", WITH_COMMANDS if ALL else ["qwen3.5"])
+@pytest.mark.parametrize(
+    "way", [way if way == "qwen3.5" else pytest.param(way, marks=pytest.mark.nightly) for way in WITH_COMMANDS]
+)
 def test_a_new_server_answers_over_stored_states(way, model_dir, with_plugin, tmp_path, monkeypatch):
     """A corpus is computed into a folder. A server computes only what is damaged there."""
     name, options = way.partition(" ")[0], {**WAYS[way], **TIERS}
