@@ -1,5 +1,6 @@
 """Layers with a gated delta rule, whose transitions are matrices."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -36,6 +37,10 @@ class DeltaRule:
         return wide[:, :, :v_dim], wide[:, :, v_dim:]
 
     def identity(self, states: torch.Tensor) -> torch.Tensor:
-        k_dim = states.shape[-1]
-        unit = torch.eye(k_dim, dtype=states.dtype, device=states.device)
-        return unit.expand(*states.shape[:2], k_dim, k_dim).clone()
+        return _unit(states.shape[-1], states.dtype, states.device).expand(*states.shape[:2], -1, -1)
+
+
+@functools.cache
+def _unit(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Made once: on a GPU it takes several launches, in each layer otherwise."""
+    return torch.eye(size, dtype=dtype, device=device)

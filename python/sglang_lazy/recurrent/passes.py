@@ -27,7 +27,7 @@ class Layer(Protocol):
         """The same, and what these transitions have become."""
 
     def identity(self, states: torch.Tensor) -> torch.Tensor:
-        """Transitions of no tokens."""
+        """Transitions of no tokens, to be read only."""
 
 
 class LayerStates(NamedTuple):
@@ -75,6 +75,7 @@ class LayerStates(NamedTuple):
             states = torch.zeros_like(before)
         if pieces.resumed is not None:
             pieces.resumed.load(states, h)
+            transitions = transitions.clone()
             pieces.resumed.load(transitions, p)
         after, transitions = layer.run_with_transitions(states, transitions)
         if pieces.chunks is not None:
