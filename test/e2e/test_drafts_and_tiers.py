@@ -21,7 +21,8 @@ POOL = 1024
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "hicache_storage_backend": "file"}
 
 
-@pytest.mark.parametrize("algorithm", ["NEXTN", "STANDALONE"])
+# By day, test_speculation_oracle.py has STANDALONE over the host tier.
+@pytest.mark.parametrize("algorithm", ["NEXTN", pytest.param("STANDALONE", marks=pytest.mark.nightly)])
 def test_chunks_from_the_host_and_from_storage(algorithm, model_dir, with_plugin, tmp_path, monkeypatch):
     """The draft guesses the same as over chunks that have just been computed. Copies are as late as a GPU allows."""
     drafts, name = tmp_path / "drafts", "qwen3.5"
