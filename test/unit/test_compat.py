@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -566,7 +567,7 @@ def test_layers_with_another_state():
 
 def test_the_message_says_what_to_do():
     """Every reason on its own line, then the way out."""
-    message = str(Unfit(["first", "second"]))
+    message = str(pickle.loads(pickle.dumps(Unfit(["first", "second"]))))  # as from a scheduler
     assert "\n  - first\n  - second\n" in message and "--lazy-fallback" in message
 
 

@@ -58,9 +58,12 @@ class Unfit(ValueError):
     """This server cannot reuse chunks; the message says why and what to do."""
 
     def __init__(self, reasons: list[str]):
+        super().__init__(reasons)  # what another process makes it of
         self.reasons = reasons
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        super().__init__(
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        return (
             f"sglang-lazy cannot reuse chunks here:{lines}\n"
             "Change these, or start with --lazy-fallback to serve without chunk reuse."
         )
