@@ -104,9 +104,8 @@ class LinkSteps:
         for i, step in enumerate(self.attn_backends):
             step.link_planned = None
             if linked:
-                rows = step_rows(forward_batch)._replace(
-                    first=i + 1
-                )  # each sees the drafts before it and its own token
+                # Each sees the drafts before it and its own token.
+                rows = step_rows(forward_batch)._replace(first=i + 1)
                 step.link_planned = step.link_decode.unplanned(rows, for_graph=for_graph)
         return linked
 
