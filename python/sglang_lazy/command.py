@@ -35,9 +35,10 @@ def engine_flags(
     policies: what --policies names; exits if one does not exist.
     """
     from sglang_lazy.launch_server import parse_args
-    from sglang_lazy.policies import check_policy
 
     for policy in policies:
+        from sglang_lazy.policies import check_policy  # imports PyTorch
+
         try:
             check_policy(policy)
         except ValueError as error:
