@@ -108,6 +108,23 @@ def test_text_before_chunks_is_shared():
     assert lost(loop) == 0 and states(loop).num_locked == 0
 
 
+def test_texts_that_begin_alike_are_shared_later():
+    """The slots of their common beginning are those of the pass that is about to run, until the request ends."""
+    loop = Loop(num_states=16)
+    loop.warm(A)
+    cached = []
+    for i, last in enumerate([5, 9, 9, 9]):
+        request = loop.submit([(TEXT, (3, 4, last)), A, QUESTION], f"p{i}", max_new_tokens=1)
+        while not request.finished():
+            free = loop.store.device.available_size()
+            loop.step()
+            assert loop.store.device.available_size() <= free or request.finished(), "a running pass writes to it"
+        loop.run()
+        cached.append(request.cached_tokens)
+    assert cached == [4, 4, 4, 3 + 4]
+    assert lost(loop) == 0 and states(loop).num_locked == 0
+
+
 def test_text_before_chunks_leaves_states_to_chunks():
     """Those that fills still need, and most of a pool."""
     loop = Loop(num_states=8)

@@ -247,7 +247,10 @@ class RowCache:
             return
         if row.cached[0] or self.requests.num_cached(req) != row.computed_start[0]:
             return
-        node = self.tree.end_of(self._tokens(req, span.positions), span.namespace)
+        tokens = self._tokens(req, span.positions)
+        node = self.tree.end_of(tokens, span.namespace)
+        if node is None and self.tree.end_of(tokens[:1], span.namespace) is not None:
+            return  # publishing would free slots that the pass writes; at the request's end it does not
         if node is not None and (node.slots is None or states.has(node)):  # another request of the batch came first
             return
         if (slot := states.for_text(read=True)) is None:
