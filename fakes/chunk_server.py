@@ -71,7 +71,7 @@ class Server:
         self.storage = ChunkStorage(
             self.chunks, self.tree.host, objects, self._identity, agree, self.report, patience, lambda: self.now
         )
-        self.tree.watchers.each.append(self.storage)
+        self.tree.host.watchers.append(self.storage)
         self.chunks.host, self.chunks.storage = self.tree.host, self.storage
 
     def _identity(self, adapter: str | None) -> bytes | None:

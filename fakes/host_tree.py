@@ -9,7 +9,7 @@ import torch
 
 from fakes.late_copies import late_transfers
 from sglang_lazy.cache.host import HostKV
-from sglang_lazy.cache.host_copy import HostWatcher, Watchers
+from sglang_lazy.cache.host_copy import HostWatcher
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import ORDERS, Node
@@ -88,7 +88,7 @@ class Tree(RadixTree):
     """With a host tier whose copies are late. The KV of a slot is a digest of the tokens up to it, and so is a state.
 
     num_states: of recurrent layers, on the device; the host has as many for its KV.
-    events: what happened on the host.  watchers: who is told of it.
+    events: what happened on the host.
     """
 
     def __init__(self, size: int, host_size: int, num_states: int = 0, **options: Any):
@@ -102,9 +102,9 @@ class Tree(RadixTree):
             options["states"] = of_states
         self.transfers = late_transfers(self.memory, of_states.memory if num_states else None)
         self.events: list[tuple[str, Any]] = []
-        self.watchers = Watchers(Recorder(self.events))
-        device = Device(self)
-        self.host = HostKV(self, device, self.memory, self.transfers, ORDERS["lru"], watcher=self.watchers, **options)
+        watchers = [Recorder(self.events)]
+        memory = Device(self), self.memory, self.transfers
+        self.host = HostKV(self, *memory, ORDERS["lru"], watchers=watchers, **options)
         self.parts = (self.host,) if self.states is None else (self.states, self.host)
 
     # For tests

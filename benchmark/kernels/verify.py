@@ -5,7 +5,7 @@ import random
 import torch
 
 from benchmark.kernels.problem import Problem
-from sgl_kernel_lazy.naive import naive_link_extend
+from oracle.linked_attention import naive_link_extend
 
 Results = dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]
 

@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import requests
 
+from benchmark.routing.processes import running_middleware, running_smg
 from benchmark.routing.traffic import TRAFFIC, Traffic, tokens_of
 from benchmark.serving.arguments import positive, typed
 from benchmark.serving.environment import describe_environment
 from oracle.models.build import build
 from sglang_lazy.testing import Client, device_flags, running_server
-from sglang_lazy.testing.router import running_middleware, running_smg
 from sglang_lazy.testing.server import free_ports
 
 SMG = Path(sys.prefix) / "smg" / "bin" / "smg"

@@ -16,8 +16,8 @@ import pytest
 import requests
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
 
+from benchmark.routing.processes import running_middleware, running_smg
 from sglang_lazy.testing import Client, device_flags, running_server
-from sglang_lazy.testing.router import running_middleware, running_smg
 from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]

@@ -5,8 +5,8 @@ import random
 
 import torch
 
+from oracle.linked_attention import naive_link_decode, naive_link_extend
 from sgl_kernel_lazy.layer import Layer
-from sgl_kernel_lazy.naive import naive_link_decode, naive_link_extend
 from sgl_kernel_lazy.rope import rope_cos_sin, rotate_queries
 from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sgl_kernel_lazy.validation import FLOATS

@@ -8,8 +8,8 @@ import torch
 from cases import all_dtypes, skip_unless_supported
 from ragged import DEVICE, NAN, Batch, Shape, add_sinks, cap, packed, quantise, random_batch, relative_error
 
+from oracle.linked_attention import naive_accumulate_attention
 from sgl_kernel_lazy import get_implementation
-from sgl_kernel_lazy.naive import naive_accumulate_attention
 
 implementations = pytest.mark.parametrize("name", ["torch", "triton"])
 

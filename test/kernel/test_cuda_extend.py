@@ -8,7 +8,7 @@ import torch
 from cases import CASES, all_cases
 from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, packed, quantise, random_batch, relative_error, run
 
-from sgl_kernel_lazy.naive import naive_link_extend
+from oracle.linked_attention import naive_link_extend
 
 if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

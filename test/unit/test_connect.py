@@ -36,7 +36,7 @@ def connected(monkeypatch):
             kv_cache_dtype="bf16",
         )
         storage = connect.connect_storage(store, tree.host, lambda numbers: numbers, [runner], has_metrics=False)
-        tree.watchers.each.append(storage)
+        tree.host.watchers.append(storage)
         return tree, store, storage
 
     return connect_to

@@ -65,7 +65,7 @@ class Caches:
         self.plain = RadixCache.create_simulated(mock_allocator=slots, enable_kv_cache_events=True)
         self.tree, self.events, self.follower = Tree(size, host_size), BlockEvents(), Follower()
         self.tree.parts += (self.events,)
-        self.tree.watchers.each.append(self.events)
+        self.tree.host.watchers.append(self.events)
 
     def prompt(self, *tokens):
         """Have a plain prompt cached."""
@@ -273,7 +273,7 @@ def test_chunks_from_storage_have_events():
     server = chunk_server.Server(chunk_server.storage_with((1, 2, 3, 4)))
     events, follower = BlockEvents(), Follower()
     server.tree.parts += (events,)
-    server.tree.watchers.each.append(events)
+    server.tree.host.watchers.append(events)
     prompt = server.ask((1, 2, 3, 4))
     server.step()
     names = {*hashes((1, 2, 3, 4))}

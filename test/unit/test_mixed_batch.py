@@ -19,8 +19,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
 from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
+from oracle.linked_attention import naive_link_extend
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
-from sgl_kernel_lazy.naive import naive_link_extend
 from sglang_lazy.attention.probes import ProbeSums
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable

@@ -42,7 +42,7 @@ def noted(scheduler, what):
     """What `what` says of each chunk that is copied to the host, when its copy begins."""
     notes, stored = [], HostWatcher()
     stored.stored = lambda node: notes.append(what(node))
-    scheduler.tree_cache.tiers.watchers.each.append(stored)
+    scheduler.tree_cache.tiers.host.watchers.append(stored)
     return notes
 
 

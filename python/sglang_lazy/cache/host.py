@@ -30,6 +30,7 @@ class HostKV(Part):
     order: of eviction, one of `ORDERS`.
     min_hits: how often a node must have been used to be copied: 0 for write_through, 2 for write_through_selective.
     agree: returns the smallest of each of these numbers among all tensor-parallel ranks, which make the same calls.
+    watchers: told of what happens on the host; may be added to.
     states: of recurrent layers, if there are any.
     """
 
@@ -43,7 +44,7 @@ class HostKV(Part):
         *,
         min_hits: int = 0,
         agree: Callable[[list[int]], list[int]] = lambda numbers: numbers,
-        watcher: HostWatcher | None = None,
+        watchers: Iterable[HostWatcher] = (),
         states: HostStates | None = None,
     ):
         self.memory = memory
@@ -51,7 +52,7 @@ class HostKV(Part):
         self.states = states
         if states is not None:
             states.make_room = functools.partial(self.evict, 1)
-        self._min_hits, self._agree, self._watcher = min_hits, agree, watcher or HostWatcher()
+        self._min_hits, self._agree, self.watchers = min_hits, agree, [*watchers]
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -99,7 +100,8 @@ class HostKV(Part):
             node.host.transfer = transfer
         for node in copied:
             self._copies.copied(node)
-            self._watcher.stored(node)
+            for watcher in self.watchers:
+                watcher.stored(node)
 
     def _take_state(self, node: Node, is_new: bool) -> bool:
         """Give the copy of `node` a slot for the state at its end, if the device has one and there is room.
@@ -171,7 +173,8 @@ class HostKV(Part):
         transfer = self._begin(to_load, self._ends(to_load, with_states), ticket, loads=True)
         for node in to_load:
             node.host.transfer = transfer
-            self._watcher.loaded(node)
+            for watcher in self.watchers:
+                watcher.loaded(node)
         return True
 
     def _only_on_host(self, nodes: Iterable[Node]) -> list[Node]:
@@ -259,7 +262,8 @@ class HostKV(Part):
                 self._copies.came(node)
             if not transfer.loads:
                 for node in transfer.nodes:
-                    self._watcher.copied(node)
+                    for watcher in self.watchers:
+                        watcher.copied(node)
 
     # Room
 
@@ -279,7 +283,8 @@ class HostKV(Part):
         too, then of leaves that are only on the host, which leave the tree. Returns whether it freed any."""
         before = self.memory.slots.num_free
         for node in self._copies.give_up(num_tokens):
-            self._watcher.gave_up(len(node))
+            for watcher in self.watchers:
+                watcher.gave_up(len(node))
             self._drop_copy(node)
         protected = []
         while self.memory.slots.num_free < before + num_tokens and (leaf := self._heap.pop(self._leaves)) is not None:
@@ -292,7 +297,8 @@ class HostKV(Part):
         return self.memory.slots.num_free > before
 
     def _drop_copy(self, node: Node) -> None:
-        self._watcher.removed(node)
+        for watcher in self.watchers:
+            watcher.removed(node)
         if self.states is not None:
             self.states.free(node)
         self.memory.slots.free(node.host.slots)
@@ -393,7 +399,8 @@ class HostKV(Part):
             self._leaves.discard(node)
             leaf.host = HostCopy(slots[num_present:].clone())
             self._offer(leaf)
-            self._watcher.stored(leaf)
+            for watcher in self.watchers:
+                watcher.stored(leaf)
             node = leaf
         if self.states is not None and state is not None:
             self.states.adopt(node, state)

@@ -55,33 +55,6 @@ class HostWatcher:
         """So many tokens' copies were given up while the device had them."""
 
 
-class Watchers(HostWatcher):
-    """Several that are told one after the other.  each: may be added to."""
-
-    def __init__(self, *each: HostWatcher):
-        self.each = [*each]
-
-    def stored(self, node: Node) -> None:
-        for watcher in self.each:
-            watcher.stored(node)
-
-    def removed(self, node: Node) -> None:
-        for watcher in self.each:
-            watcher.removed(node)
-
-    def copied(self, node: Node) -> None:
-        for watcher in self.each:
-            watcher.copied(node)
-
-    def loaded(self, node: Node) -> None:
-        for watcher in self.each:
-            watcher.loaded(node)
-
-    def gave_up(self, num_tokens: int) -> None:
-        for watcher in self.each:
-            watcher.gave_up(num_tokens)
-
-
 @contextlib.contextmanager
 def above_kept(tree: RadixTree, nodes: Sequence[Node]) -> Iterator[None]:
     """A context in which what stands before `nodes` on the device is not evicted."""

@@ -1,11 +1,14 @@
 """Which fields the bodies of requests may have: ours, on routes that take them, and none that only the server sets."""
 
+import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from sglang_lazy.core.names import check_name
 
 FIELDS = ("segments", "link", "cache_salt", "chunk_separator", "chunk_roles")
+SIMILAR = 0.77
+"""From this `difflib` ratio on, one name misspells the other."""
 FORMER = {"salt": "cache_salt"}
 """Former names of fields."""
 
@@ -105,8 +108,7 @@ def check_fields(given: Iterable[str], known: Collection[str]) -> None:
 def nearest(name: str) -> str | None:
     """The field of ours that `name` misspells, None if it is like none of them.
 
-    Case and punctuation do not count. Otherwise one letter may be missing, added or swapped with the next; in names of
-    more than six letters two, or wrong ones. A wrong letter makes another word of a short name, such as `line`.
+    Case and punctuation do not count. A wrong letter makes another word of a short name, such as `line`.
     """
     if not 3 <= len(name) <= 20:
         return None
@@ -119,22 +121,4 @@ def _letters(name: str) -> str:
 
 
 def _is_near(name: str, field: str) -> bool:
-    is_long = len(field) > 6
-    most = 2 if is_long else 1
-    if abs(len(name) - len(field)) > most or _distance(name, field) > most:
-        return False
-    return is_long or len(name) != len(field) or sorted(name) == sorted(field)
-
-
-def _distance(one: str, other: str) -> int:
-    """Damerau and Levenshtein's: letters that are wrong, missing, added, or swapped with the next."""
-    rows: list[list[int]] = [list(range(len(other) + 1))]
-    for i, letter in enumerate(one):
-        row = [i + 1]
-        for j, wanted in enumerate(other):
-            cost = min(rows[i][j + 1] + 1, row[j] + 1, rows[i][j] + (letter != wanted))
-            if i and j and one[i - 1] == wanted and letter == other[j - 1]:
-                cost = min(cost, rows[i - 1][j - 1] + 1)
-            row.append(cost)
-        rows.append(row)
-    return rows[-1][-1]
+    return sorted(name) == sorted(field) or difflib.SequenceMatcher(None, name, field).ratio() >= SIMILAR

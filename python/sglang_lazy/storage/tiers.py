@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang_lazy.cache.host import HostKV
-from sglang_lazy.cache.host_copy import Watchers
 from sglang_lazy.cache.host_memory import HostMemory
 from sglang_lazy.cache.host_states import HostStates
 from sglang_lazy.cache.node import Order
@@ -50,7 +49,6 @@ class Tiers:
 
     host, transfers: the host tier, and its copies.  report: what it counts.
     storage: None without.
-    watchers: told of what happens on the host.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Tiers:
             num_states = max(1, memory.slots.size * states_pool.size // store.device.size)
             states = HostStates(store.states, HostMemory(states_pool.layers, num_states))
         self.agree = agree
-        self.report, self.watchers = report, Watchers(report)
+        self.report = report
         self.transfers = Transfers(memory, states=None if states is None else states.memory)
         self.host = store.host = HostKV(
             store.tree,
@@ -89,7 +87,7 @@ class Tiers:
             order,
             min_hits=min_hits,
             agree=self.agree,
-            watcher=self.watchers,
+            watchers=[report],
             states=states,
         )
         store.tree.parts += (self.host,)
@@ -99,7 +97,7 @@ class Tiers:
     def connect(self, storage: ChunkStorage) -> None:
         """Use storage below the host."""
         self.storage = self._store.storage = storage
-        self.watchers.each.append(storage)
+        self.host.watchers.append(storage)
 
     def detach(self) -> None:
         """Use storage no more. No request may run."""

@@ -90,7 +90,7 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         )
         table.loads = tiers.transfers
         if cache.events is not None and pool is None:
-            tiers.watchers.each.append(cache.events)
+            tiers.host.watchers.append(cache.events)
         if get_memory().hicache_storage_backend is not None:
             runners = [runner] if table.drafter is None else [runner, table.drafter]
             layout = None if of_states is None else of_states.layout
