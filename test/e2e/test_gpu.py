@@ -99,8 +99,8 @@ ENGINE = {
 }
 
 
-def wide(name: str, model_dir) -> str:
-    """Path of a model with wider heads."""
+def wide(name: str, model_dir, **others) -> str:
+    """Path of a model with wider heads.  others: of its settings, if they are not in parts."""
     if name in VISION_MODELS:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
@@ -113,7 +113,7 @@ def wide(name: str, model_dir) -> str:
         wider = {"hidden_size": sizes["num_attention_heads"] * 128}
     else:
         wider = {**WIDE, **OWN_HEADS.get(name.removesuffix("-moe"), {})}
-    settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
+    settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}}), **others}
     path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
     if name == "gpt-oss":  # SGLang uses the dtype of config.json, whatever --dtype says
         config = Path(path, "config.json")

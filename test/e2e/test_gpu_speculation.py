@@ -51,7 +51,9 @@ WAYS = {
 
 def model(name: str, model_dir) -> str:
     """A model whose heads have the size that CUDA kernels take: gpt-oss, Gemma 4, or else a Llama."""
-    if name in ("gpt-oss", "gemma4"):
+    if name == "gpt-oss":  # with all experts for each token: else rounding flips choices, see `Errors.check_greedy`
+        return wide(name, model_dir, num_experts_per_tok=4)
+    if name == "gemma4":
         return wide(name, model_dir)
     spec = MODELS["llama"]
     settings = {**spec.settings, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024}
@@ -80,7 +82,7 @@ def served(request, model_dir):
 
 def test_chains_over_chunks(served):
     """Linked, plain and mixed batches in turn, cold and warm, so graphs for both replay one after another. The error
-    against fp32 is at most twice that of plain PyTorch in bf16; every token is nearly the best."""
+    against fp32 is at most twice that of plain PyTorch in bf16; every token is the best, but for rounding."""
     engine, path, algorithm = served
     oracle, in_bf16 = Oracle(path, device="cuda"), Oracle(path, torch.bfloat16, "cuda")
     dice = Dice("drafts on a GPU")
@@ -95,22 +97,18 @@ def test_chains_over_chunks(served):
     plain = [[text(dice.ids(80))], [text(dice.ids(300))], [text(dice.ids(33))]]
     mixed = [linked[0], plain[0], linked[2], plain[1], linked[3]]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    errors, far, runs = Errors(), [], set()
+    errors, runs = Errors(), set()
     for prompts in ([linked[0]], plain[:1], linked, plain, [linked[1]], mixed, plain[1:2], linked[2:3], mixed):
         segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
         outputs = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
         for prompt, output in zip(prompts, outputs, strict=True):
-            tokens = output["output_ids"]
-            assert len(tokens) == NUM_TOKENS
+            assert len(output["output_ids"]) == NUM_TOKENS
             full = partial(oracle.logprobs, [text(token_ids(prompt))]) if prompt in linked else None
-            if full is not None:
-                errors.add(output, partial(oracle.logprobs, prompt), partial(in_bf16.logprobs, prompt), full)
-            expected = oracle.logprobs(prompt, tokens[:-1])
-            far.append((expected.amax(-1) - expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max())
+            errors.add(output, partial(oracle.logprobs, prompt), partial(in_bf16.logprobs, prompt), full)
             counts = output["meta_info"]["spec_correct_drafts_histogram"]
             runs |= {length for length, count in enumerate(counts) if count}
     errors.check()
-    assert max(far) < 0.3, far
+    errors.check_greedy()
     if algorithm == "STANDALONE":
         assert {0, len(counts) - 1} <= runs, runs
     flushed = engine.tokenizer_manager.flush_cache(timeout_s=30)  # an idle server checks its accounting

@@ -45,6 +45,17 @@ def test_all_wrong_answers_are_refused(error):
         check(torch.full((NUM_ANSWERS, NUM_TOKENS), error))
 
 
+@pytest.mark.parametrize(("below", "accepted"), [(0.09, True), (0.11, False), (float("nan"), False)])
+def test_tokens_below_the_best(below, accepted):
+    """Plain PyTorch errs by 0.05 at most, so a token and the best may have changed places over 0.1."""
+    errors, exact = Errors(), torch.tensor([[0.0, -below]]).expand(NUM_TOKENS, 2)
+    chosen = [0] * (NUM_TOKENS - 1) + [1]
+    reported = {"output_token_logprobs": [(exact[0, token].item(), token, None) for token in chosen]}
+    errors.add({"output_ids": chosen, "meta_info": reported}, lambda _: exact, lambda _: exact - 0.05)
+    with contextlib.nullcontext() if accepted else pytest.raises(AssertionError, match="below fp32's best"):
+        errors.check_greedy()
+
+
 class Served(Oracle):
     """Answers in bf16 that are wrong in one way: a causal mask, windows one token short, or the first chunk one
     position late."""
