@@ -110,7 +110,7 @@ def started(path, log, way="as usual", more=()):
         yield Served(path, url, "--enable-hierarchical-cache" in flags)
 
 
-@pytest.fixture(scope="module", params=["as usual", "mixed", "two ranks"])
+@pytest.fixture(scope="module", params=[pytest.param("as usual", marks=pytest.mark.nightly), "mixed", "two ranks"])
 def served(request, tmp_path_factory, with_plugin):
     """Servers one by one. On two ranks, which have tiers, transfers are as late as a GPU allows, and KV in transfer is
     NaN. In the mixed configuration, only the encoder has windows."""

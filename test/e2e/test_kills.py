@@ -85,9 +85,12 @@ WAIT_FOR_WORKERS = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # two b
 @pytest.mark.parametrize(
     ("victim", "flags"),
     [
-        *((victim, ()) for victim in ("scheduler", "detokenizer", "http")),
-        *((victim, RANKS) for victim in ("scheduler_DP1", "data_parallel_controller")),
-        *((victim, WORKERS) for victim in ("scheduler", "detokenizer", "http")),
+        ("scheduler", ()),
+        *(pytest.param(victim, (), marks=pytest.mark.nightly) for victim in ("detokenizer", "http")),
+        ("scheduler_DP1", RANKS),
+        pytest.param("data_parallel_controller", RANKS, marks=pytest.mark.nightly),
+        *((victim, WORKERS) for victim in ("detokenizer", "http")),
+        pytest.param("scheduler", WORKERS, marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "alone",
 )

@@ -120,7 +120,9 @@ def test_two_servers_share_what_they_store(store, tiny_model, tmp_path):
         assert survivor.hits(prompt_of(dice, second[::-1])) == [True] * len(LENS)
 
 
-@pytest.mark.parametrize("killed, num_read", [("master", NUM_READERS), ("lender", 0)])
+@pytest.mark.parametrize(
+    "killed, num_read", [pytest.param("master", NUM_READERS, marks=pytest.mark.nightly), ("lender", 0)]
+)
 def test_the_store_is_killed_while_chunks_are_read(store, tiny_model, tmp_path, killed, num_read):
     """Without the master, the reads that it has answered succeed. What cannot be read is computed; prompts wait for as
     long as reads take, so none may hang."""

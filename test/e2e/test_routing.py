@@ -1,4 +1,4 @@
-"""Two servers, and four, behind the router `smg`: asked directly, through it, and through our middleware.
+"""Two servers, at night four, too, behind the router `smg`: asked directly, through it, and through our middleware.
 
 See docs/routing.md.
 """
@@ -64,7 +64,7 @@ POOL = 4000
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, id="two", marks=pytest.mark.nightly), pytest.param(4, id="four")]
+    scope="module", params=[pytest.param(2, id="two"), pytest.param(4, id="four", marks=pytest.mark.nightly)]
 )
 def num_workers(request):
     return request.param

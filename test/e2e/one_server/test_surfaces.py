@@ -555,7 +555,7 @@ def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_m
         assert cold["output_ids"] == warm["output_ids"]
 
 
-LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(
