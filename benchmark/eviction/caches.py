@@ -16,9 +16,11 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from benchmark.eviction.workload import Request
 from sglang_lazy.cache.node import ORDERS
 from sglang_lazy.cache.room import Amounts, Room
+from sglang_lazy.cache.states import States
 from sglang_lazy.cache.tree import RadixTree
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.cache.plain import PlainCache
+from sglang_lazy.recurrent.pool import StateLayout, StatePool
 
 CHUNKS = Namespace("chunk", None, None)
 
@@ -30,7 +32,7 @@ class NoKV:
 
 
 class Cache(Protocol):
-    """One of both."""
+    """What requests are served from."""
 
     def serve(self, request: Request) -> int:
         """Find a request's texts, and insert what is missing; returns how many tokens were found."""
@@ -99,6 +101,43 @@ class TwoTrees:
     def check(self) -> None:
         cached = self._tree.num_evictable + self._plain.full_evictable_size()
         assert self._slots.available_size() + cached == self._slots.size
+
+
+class WithStates:
+    """Our tree for a model with recurrent layers, where each chunk has a state beside its KV.
+
+    size: slots.  num_states: in the pool of states. Prompts with chunks only, which both hold at once.
+    """
+
+    def __init__(self, size: int, num_states: int):
+        self._slots = _new_allocator(size)
+        self._tree = RadixTree(self._slots, ORDERS["lru"])
+        self._pool = StatePool(StateLayout(1, ((1, 1),), torch.int8), num_states, "cpu")
+        self._states = States(self._tree, self._pool)
+        self._tree.parts = (self._states,)
+
+    def serve(self, request: Request) -> int:
+        found = [self._tree.find(text, CHUNKS) for text in request.texts]
+        held = [node for _, node in found]
+        for node in held:
+            self._tree.lock(node)
+        for text, (slots, _) in zip(request.texts, found, strict=True):
+            if len(slots) < len(text):
+                self._tree.evict(len(text) - self._slots.available_size())
+                (state,) = self._states.allocate(1)
+                new = self._slots.alloc(len(text))
+                added = self._tree.add(text, CHUNKS, new, 0, 0)
+                self._slots.free(new[: added.num_present])  # another chunk begins alike
+                self._states.give(added.node, state)
+                self._tree.lock(added.node)
+                held.append(added.node)
+        for node in held:
+            self._tree.unlock(node)
+        return sum(len(slots) for slots, _ in found)
+
+    def check(self) -> None:
+        assert self._slots.available_size() + self._tree.num_evictable == self._slots.size
+        assert self._pool.available_size() + self._states.num_evictable == self._pool.size
 
 
 def _take(tree: RadixTree, text: array, namespace: Any, make_room: Any) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmark.report.answers import answers
-from benchmark.report.eviction import eviction
+from benchmark.report.eviction import equal_memory, eviction
 from benchmark.report.host_time import loaded, metered, references, requests, steps
 from benchmark.report.kernels import kernels, recurrent, window_rows
 from benchmark.report.many import calls, memory, pieces
@@ -50,6 +50,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
             policies_comb,
             policies_matches,
             policy_costs,
+            equal_memory,
         )
     },
     **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},
