@@ -47,7 +47,8 @@ def serving(stock_path, with_plugin, tmp_path):
     return serving
 
 
-# By day, test_recurrent_chunks.py has the others: prompts without chunks are among its scenarios.
+# By day, test_recurrent_chunks.py shows it with the plugin: prompts without chunks are among its scenarios.
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_stock_answers_are_those_of_transformers(name, model_dir, serving):
     """Prompts in one batch and a second turn, whose tokens are cached; with what SGLang chooses if no flag does."""

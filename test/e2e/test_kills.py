@@ -25,7 +25,7 @@ from sglang_lazy.testing.server import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 PATIENCE = 30  # seconds
-LONG = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
 
 
 def is_gone(process: psutil.Process) -> bool:
