@@ -131,7 +131,7 @@ class CrossReader:
     """
 
     def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
-        """dtype: of queries.  kv_buffer: returns K and V of a cross layer after waiting for loads from the host."""
+        """dtype: of queries.  kv_buffer: returns K and V of a cross layer."""
         self.prefill: PrefillRows | None = None
         self.decode: Rows | None = None
         layer, device = table.model.layers[0], table.ends.device
@@ -182,6 +182,22 @@ class CrossReader:
             return Readers(row_lens=self.decode.kv_indptr.diff())
         return None if self.prefill is None else Readers(self.prefill.tokens)
 
+    def through(
+        self,
+        layer: Callable[[torch.Tensor, "CrossReader"], torch.Tensor],
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden` and `residual` after a cross layer, changed only for tokens that read chunks.
+
+        Layers normalize the sum of the two before rounding it. For other tokens they stay separate, so that their
+        results are bit-identical to those in a batch without chunks.
+        """
+        if (readers := self.readers()) is None:
+            return hidden, residual
+        states = hidden if residual is None else hidden + residual
+        return readers.replace(states, lambda x: layer(x, self), hidden, residual)
+
     def attend(self, index: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of the readers' tokens over all of their chunks.
 
@@ -194,7 +210,9 @@ class CrossReader:
         return self._ops.link_extend(q, layer, self.prefill.rows)
 
     def _layer(self, index: int, dtype: torch.dtype) -> Layer:
-        """A cross layer as kernels take it."""
+        """A cross layer as kernels take it, once its chunks are loaded from the host."""
+        if self.table.loads is not None:
+            self.table.loads.wait(index)
         described, caches, known = self.table.model.layers[index], self._kv_buffer(index), self._layers.get(index)
         if known is None or known.k_cache is not caches[0]:
             known = self._layers[index] = described.with_caches(caches, dtype, described.head_dim**-0.5)

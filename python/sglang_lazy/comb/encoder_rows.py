@@ -58,3 +58,17 @@ class EncoderRows:
             sm_scale=sm_scale,
         )
         return self._kernels.link_extend(q, layer, self._rows)
+
+
+class ChunkAttention(torch.nn.Module):
+    """Attention of an encoder layer: each chunk attends to itself, without a KV cache."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scaling: float):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.scaling = num_heads, num_kv_heads, head_dim, scaling
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: EncoderRows) -> torch.Tensor:
+        """q, k, v: of all tokens, whatever their shape."""
+        q = q.view(-1, self.num_heads, self.head_dim)
+        k, v = (x.view(-1, self.num_kv_heads, self.head_dim) for x in (k, v))
+        return rows.attend(q, k, v, self.scaling).flatten(1)

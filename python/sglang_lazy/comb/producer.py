@@ -6,16 +6,21 @@ decoder's begins, and it writes KV of its own.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.row_cache import RowCache
+from sglang_lazy.comb.encoder_rows import EncoderRows
+from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import linked
 from sglang_lazy.scheduler.facts import Facts, Taken
+from sglang_lazy.scheduler.producer import shares
 
 
 class EncoderProducer:
@@ -95,3 +100,37 @@ class EncoderProducer:
         if self._published:
             self.encode(self._published)
             self._published = []
+
+
+class Encoder:
+    """Launches the encoder on missing chunks.
+
+    encode: the model's: takes the chunks' tokens, int64, and their rows, and yields K and V of each cross layer.
+    write: stores K and V of a cross layer in slots.
+    layer: one of the cross layers, without rotation.  causal: whether a chunk's tokens see only those before them.
+    max_tokens: of one pass, unless a single chunk is longer.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[torch.Tensor, EncoderRows], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+        write: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None],
+        layer: AttentionLayer,
+        causal: bool,
+        max_tokens: int,
+    ):
+        self._encode, self._write, self._layer = encode, write, layer
+        self._causal, self._max_tokens = causal, max_tokens
+
+    def __call__(self, encodings: Sequence[Encoding]) -> None:
+        slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
+        for chunks in shares([encoding.chunk for encoding in encodings], self._max_tokens):
+            lens = [chunk.num_tokens for chunk in chunks]
+            rows = EncoderRows(lens, self._causal, self._layer.kernels, self._layer.rope)
+            ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
+            places = [slots[chunk.key] for chunk in chunks]
+            for place in places:  # its request may end and free it before the pass has run
+                read_here(place)
+            location = torch.cat(places)
+            for layer, (keys, values) in enumerate(self._encode(to_device(ids, rows.positions.device), rows)):
+                self._write(layer, location, keys, values)

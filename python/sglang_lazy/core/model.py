@@ -15,6 +15,9 @@ T = TypeVar("T")
 MAX_PREAMBLE_LEN = 512
 """Maximum tokens of the neutral preamble, so a chunk's offset is at least minus this."""
 
+NO_ROTATION = 16
+"""Number of frequencies, all zero, of a rotation that changes nothing; all kernels support this many."""
+
 
 class LayerRope:
     """The rotary embedding of one or more attention layers.
@@ -29,6 +32,7 @@ class LayerRope:
         self.cos_sin_cache = rope_cos_sin(inv_freq, max_position, MAX_PREAMBLE_LEN).to(device)
         self.is_neox = is_neox
 
+    @functools.cached_property
     def still(self) -> "LayerRope":
         """The same shape with angles of 0, for layers without rotation."""
         num_rows, rotary_dim = self.cos_sin_cache.shape

@@ -5,8 +5,8 @@ cross layer, which precedes one of the decoder's layers. The decoder reads only 
 which tokens of requests without chunks skip, it is a Llama. Weights are named as in the public models.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -21,16 +21,39 @@ from torch import nn
 
 from sglang_lazy.comb.config import CROSS, DECODER, ENCODER, CombLlamaConfig
 from sglang_lazy.comb.cross import CrossReader
-from sglang_lazy.comb.encoder_rows import EncoderRows
+from sglang_lazy.comb.encoder_rows import ChunkAttention, EncoderRows
 from sglang_lazy.port.facts import tp_size
+
+
+class Place(NamedTuple):
+    """Where in the model a layer is.  prefix: of its weights' names, by which SGLang finds how to quantize them."""
+
+    config: CombLlamaConfig
+    quant_config: QuantizationConfig | None
+    prefix: str
+
+    def at(self, name: str) -> "Place":
+        return self._replace(prefix=add_prefix(name, self.prefix))
+
+    def each(self, name: str, count: int, new: Callable[[int, "Place"], nn.Module]) -> nn.ModuleList:
+        return nn.ModuleList(new(i, self.at(f"{name}.{i}")) for i in range(count))
+
+    def projection(self, size: int, **more: Any) -> ColumnParallelLinear:
+        quantized = dict(quant_config=self.quant_config, prefix=self.prefix)
+        return ColumnParallelLinear(self.config.hidden_size, size, bias=False, **quantized, **more)
+
+    def norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, self.config.rms_norm_eps)
 
 
 class Layer(LlamaDecoderLayer):
     """A Llama layer that takes and returns its residual. SGLang's own keep it to themselves, where no cross layer could
     read it."""
 
-    def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
-        super().__init__(config, index, quant_config=quant_config, prefix=prefix, stage_boundaries=False)
+    def __init__(self, index: int, place: Place):
+        super().__init__(
+            place.config, index, quant_config=place.quant_config, prefix=place.prefix, stage_boundaries=False
+        )
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, forward_batch: Any, residual: torch.Tensor | None
@@ -44,52 +67,24 @@ class Layer(LlamaDecoderLayer):
         return self.mlp(hidden), residual
 
 
-class ChunkAttention(nn.Module):
-    """Attention of an encoder layer: each chunk attends to itself, without a KV cache."""
-
-    def __init__(self, stock: Any):
-        """stock: the `RadixAttention` that it replaces."""
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = stock.tp_q_head_num, stock.tp_k_head_num, stock.qk_head_dim
-        self.scaling = stock.scaling
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: EncoderRows) -> torch.Tensor:
-        q = q.view(-1, self.num_heads, self.head_dim)
-        k, v = (x.view(-1, self.num_kv_heads, self.head_dim) for x in (k, v))
-        return rows.attend(q, k, v, self.scaling).flatten(1)
-
-
-def _kv_partition(num_kv_heads: int) -> ReplicatedParallelGroup:
-    """How tensor-parallel ranks share the KV heads. If there are fewer heads than ranks, several have the same."""
-    return ReplicatedParallelGroup("tp", max(1, tp_size() // num_kv_heads))
-
-
 class ChunkModel(nn.Module):
     """The encoder, without its embedding, which is the decoder's."""
 
-    def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None, prefix: str):
+    def __init__(self, place: Place):
         super().__init__()
-        count, kv_size = len(config.cross_attention_layers), config.num_key_value_heads * config.head_dim
-        self.layers = nn.ModuleList(
-            Layer(config, i, quant_config, add_prefix(f"layers.{i}", prefix)) for i in range(count)
-        )
+        config, count = place.config, len(place.config.cross_attention_layers)
+        self.layers = place.each("layers", count, Layer)
         for layer in self.layers:
-            layer.self_attn.attn = ChunkAttention(layer.self_attn.attn)
+            stock = layer.self_attn.attn
+            heads = stock.tp_q_head_num, stock.tp_k_head_num
+            layer.self_attn.attn = ChunkAttention(*heads, stock.qk_head_dim, stock.scaling)
+        # If there are fewer KV heads than ranks, several ranks have the same.
+        group = ReplicatedParallelGroup("tp", max(1, tp_size() // config.num_key_value_heads))
 
-        def projections(name: str) -> nn.ModuleList:
-            return nn.ModuleList(
-                ColumnParallelLinear(
-                    config.hidden_size,
-                    kv_size,
-                    bias=False,
-                    quant_config=quant_config,
-                    prefix=add_prefix(f"{name}.{i}", prefix),
-                    parallel_group=_kv_partition(config.num_key_value_heads),
-                )
-                for i in range(count)
-            )
+        def projection(_index: int, place: Place) -> ColumnParallelLinear:
+            return place.projection(config.num_key_value_heads * config.head_dim, parallel_group=group)
 
-        self.k_proj, self.v_proj = projections("k_proj"), projections("v_proj")
+        self.k_proj, self.v_proj = (place.each(name, count, projection) for name in ("k_proj", "v_proj"))
 
     def forward(self, x: torch.Tensor, rows: EncoderRows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the keys and values of each cross layer, by token.  x: embeddings, [number of tokens, hidden_size]."""
@@ -101,18 +96,17 @@ class ChunkModel(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
+    def __init__(self, index: int, place: Place):
         super().__init__()
+        config = place.config
+        size, out = config.num_attention_heads * config.head_dim, place.at("o_proj")
         self.index, self.head_dim = index, config.head_dim
-        size = config.num_attention_heads * config.head_dim
-        self.q_proj = ColumnParallelLinear(
-            config.hidden_size, size, bias=False, quant_config=quant_config, prefix=add_prefix("q_proj", prefix)
-        )
+        self.q_proj = place.at("q_proj").projection(size)
         self.o_proj = RowParallelLinear(
-            size, config.hidden_size, bias=False, quant_config=quant_config, prefix=add_prefix("o_proj", prefix)
+            size, config.hidden_size, bias=False, quant_config=out.quant_config, prefix=out.prefix
         )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)  # applied by `encode`: cached keys are normalized
+        self.q_norm = place.norm(config.head_dim)
+        self.k_norm = place.norm(config.head_dim)  # applied by `encode`: cached keys are normalized
 
     def forward(self, x: torch.Tensor, reader: CrossReader) -> torch.Tensor:
         q = self.q_norm(self.q_proj(x)[0].reshape(-1, self.head_dim)).view(len(x), -1, self.head_dim)
@@ -122,18 +116,15 @@ class CrossAttention(nn.Module):
 class CrossLayer(nn.Module):
     """Gated cross-attention and MLP before a decoder layer."""
 
-    def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
+    def __init__(self, index: int, place: Place):
         super().__init__()
-        self.cross_attn = CrossAttention(config, index, quant_config, add_prefix("cross_attn", prefix))
+        config, mlp = place.config, place.at("mlp")
+        self.cross_attn = CrossAttention(index, place.at("cross_attn"))
         self.mlp = LlamaMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            quant_config=quant_config,
-            prefix=add_prefix("mlp", prefix),
+            config.hidden_size, config.intermediate_size, config.hidden_act, mlp.quant_config, mlp.prefix
         )
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = place.norm(config.hidden_size)
+        self.post_attention_layernorm = place.norm(config.hidden_size)
         self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
@@ -151,21 +142,17 @@ class Decoder(nn.Module):
 
     reader: CrossReader | None = None
 
-    def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None, prefix: str):
+    def __init__(self, place: Place):
         super().__init__()
+        config, embedding = place.config, place.at("embed_tokens")
         self.places = list(config.cross_attention_layers)
         self.start_layer, self.end_layer = 0, config.num_hidden_layers  # of this pipeline rank, for SGLang
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=add_prefix("embed_tokens", prefix)
+            config.vocab_size, config.hidden_size, quant_config=embedding.quant_config, prefix=embedding.prefix
         )
-        self.layers = nn.ModuleList(
-            Layer(config, i, quant_config, add_prefix(f"layers.{i}", prefix)) for i in range(config.num_hidden_layers)
-        )
-        self.cross_layers = nn.ModuleList(
-            CrossLayer(config, i, quant_config, add_prefix(f"cross_layers.{i}", prefix))
-            for i in range(len(self.places))
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = place.each("layers", config.num_hidden_layers, Layer)
+        self.cross_layers = place.each("cross_layers", len(self.places), CrossLayer)
+        self.norm = place.norm(config.hidden_size)
 
     def forward(
         self,
@@ -178,29 +165,15 @@ class Decoder(nn.Module):
         hidden, residual = self.embed_tokens(input_ids) if input_embeds is None else input_embeds, None
         cross_layers = dict(zip(self.places, self.cross_layers, strict=True))
         for i, layer in enumerate(self.layers):
-            if i in cross_layers:
-                hidden, residual = self._read_chunks(cross_layers[i], hidden, residual)
+            if self.reader is not None and i in cross_layers:
+                hidden, residual = self.reader.through(cross_layers[i], hidden, residual)
             hidden, residual = layer(positions, hidden, forward_batch, residual)
         return self.norm(hidden, residual)[0]
-
-    def _read_chunks(
-        self, cross: CrossLayer, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden` and `residual` after `cross`, changed only for tokens that read chunks.
-
-        Layers normalize the sum of the two before rounding it. For other tokens they stay separate, so that their
-        results are bit-identical to those in a batch without chunks.
-        """
-        reader = self.reader
-        if reader is None or (readers := reader.readers()) is None:
-            return hidden, residual
-        states = hidden if residual is None else hidden + residual
-        return readers.replace(states, lambda x: cross(x, reader), hidden, residual)
 
 
 class LanguageModel(LlamaForCausalLM):
     def _init_model(self, config: CombLlamaConfig, quant_config: Any = None, prefix: str = "") -> Decoder:
-        return Decoder(config, quant_config, prefix)
+        return Decoder(Place(config, quant_config, prefix))
 
 
 class CombLlamaForConditionalGeneration(nn.Module):
@@ -215,7 +188,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
         self.config = config
         self.loaded: set[str] = set()  # weights of the encoder and the cross layers
         self.language_model = LanguageModel(config, quant_config, add_prefix("language_model", prefix))
-        self.chunk_model = ChunkModel(config, quant_config, add_prefix("chunk_model", prefix))
+        self.chunk_model = ChunkModel(Place(config, quant_config, prefix).at("chunk_model"))
 
     def forward(
         self,

@@ -1,14 +1,13 @@
-"""The KV pool of encoded chunks, its size, the encoder's passes that fill it, and the attention that reads it; and LoRA
-adapters, which change the decoder alone.
+"""The KV pool of encoded chunks, its size, and the attention that reads it; and LoRA adapters, which change the decoder
+alone.
 
 As with the link path, an attention backend keeps its name and gets a subclass of its class.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -20,20 +19,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.comb.config import ARCHITECTURE, CROSS, ENCODER
 from sglang_lazy.comb.cross import CrossReader
-from sglang_lazy.comb.encoder_rows import EncoderRows
+from sglang_lazy.comb.producer import Encoder
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.device import read_here, to_device
-from sglang_lazy.core.fills import Encoding
-from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
+from sglang_lazy.core.model import NO_ROTATION, AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.hooks import Hooks
-from sglang_lazy.scheduler.producer import shares
 
 logger = logging.getLogger(__name__)
 
-NO_ROTATION = 16
-"""Number of frequencies, all zero, of a rotation that changes nothing; all kernels support this many."""
 HOOKS = Hooks()
 
 
@@ -76,36 +70,25 @@ class ChunkPool:
         """The cross layers as a `ServedModel`.  layers: these, each with its kernels."""
         return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, layers)
 
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.kv.set_kv_buffer(None, KVWriteLoc(slots), keys, values, layer_id_override=layer)
+
 
 def chunk_pool_of(runner: Any) -> ChunkPool | None:
     """The pool of chunks of a `ModelRunner`; None if chunks share the runner's own pool."""
     return getattr(runner.req_to_token_pool, "chunk_pool", None)
 
 
-def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
-    """A function that launches the encoder on missing chunks; None if the model has no encoder.
+def new_encoder(runner: Any, max_tokens: int) -> Encoder | None:
+    """What computes missing chunks; None if the model has no encoder.
 
     max_tokens: of one pass, unless a single chunk is longer.
     """
     pool, table = chunk_pool_of(runner), table_of(runner.req_to_token_pool)
     if pool is None or table is None:
         return None
-    layer, causal = table.model.layers[0], getattr(runner.model_config.hf_config, "chunk_is_causal", False)
-
-    def encode(encodings: Sequence[Encoding]) -> None:
-        slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
-        for chunks in shares([encoding.chunk for encoding in encodings], max_tokens):
-            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, layer.kernels, layer.rope)
-            ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
-            places = [slots[chunk.key] for chunk in chunks]
-            for place in places:  # its request may end and free it before the pass has run
-                read_here(place)
-            location = KVWriteLoc(torch.cat(places))
-            kv = runner.model.encode(to_device(ids, rows.positions.device), rows)
-            for layer_id, (keys, values) in enumerate(kv):
-                pool.kv.set_kv_buffer(None, location, keys, values, layer_id_override=layer_id)
-
-    return encode
+    causal = getattr(runner.model_config.hf_config, "chunk_is_causal", False)
+    return Encoder(runner.model.encode, pool.write, table.model.layers[0], causal, max_tokens)
 
 
 class CrossAttention(AttentionBackend):
@@ -135,14 +118,7 @@ def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentT
     """Mix `CrossAttention` into `backend`, which is returned."""
     stock, decoder = type(backend), runner.model.decoder
     if decoder.reader is None:
-        pool = runner.req_to_token_pool.chunk_pool.kv
-
-        def get_kv_buffer(layer: int) -> Any:
-            if table.loads is not None:
-                table.loads.wait(layer)
-            return pool.get_kv_buffer(layer)
-
-        decoder.reader = CrossReader(table, runner.dtype, get_kv_buffer)
+        decoder.reader = CrossReader(table, runner.dtype, runner.req_to_token_pool.chunk_pool.kv.get_kv_buffer)
     backend.__class__ = type(f"Cross{stock.__name__}", (CrossAttention, stock), {})
     backend.cross_reader, backend.cross_max_context = decoder.reader, runner.req_to_token_pool.req_to_token.shape[1]
     return backend

@@ -14,8 +14,7 @@ from sglang.srt.layers.rotary_embedding import base, mrope, rope_variant, yarn
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer, LayerRope, add_layer
-from sglang_lazy.port.comb.pool import NO_ROTATION
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN, NO_ROTATION, AttentionLayer, LayerRope, add_layer
 
 
 def _plain(rope: Any) -> torch.Tensor:
@@ -211,7 +210,6 @@ def check_layers(
     Raises ValueError if one of them changes q or k between rotation and attention.
     """
     checked: dict[int, AttentionLayer] = {}
-    still: dict[LayerRope, LayerRope] = {}
     rotations = given_rotations(model)
     for module in attention_modules(model):
         layer_id = module.attn.layer_id
@@ -223,9 +221,7 @@ def check_layers(
             raise ValueError(f"{name} cannot be checked: {error or repr(error)}") from error
         rope = layers[layer_id].rope
         if misfit := rope.misfit(places, seen):
-            if rope not in still:
-                still[rope] = rope.still()
-            rope = still[rope]
+            rope = rope.still
             if rope.misfit(places, seen):
                 raise ValueError(f"{name}: {misfit}")
         add_layer(checked, layer_id, dataclasses.replace(layers[layer_id], rope=rope, sinks=sinks))
