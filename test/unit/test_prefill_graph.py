@@ -106,7 +106,9 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
         prefix_lens=[0],
         extend_lens=[num_tokens],
         req_to_token_pool=runner.req_to_token_pool,
+        chunked_req=None,
         tree_cache=SimpleNamespace(
+            rows=None,
             store=SimpleNamespace(counts=Counts()),
             admission=SimpleNamespace(producer=SimpleNamespace(before_forward=lambda: None)),
         ),

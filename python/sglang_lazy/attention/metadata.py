@@ -202,3 +202,20 @@ def axes_of(positions: np.ndarray, listed: torch.Tensor | None, delta: int) -> t
         return index.expand(3, -1)
     last = listed.shape[1] - 1
     return torch.where(index <= last, listed.to(index)[:, index.clamp(max=last)], index + delta)
+
+
+def one_token(table: SegmentTable) -> ExtendRows:
+    """A row of one token without segments, in slot 0: kernels that have run on it are compiled."""
+    ints: dict[str, Any] = dict(dtype=torch.int32, device=table.ends.device)
+    zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
+    return ExtendRows(
+        kv_indptr=indptr,
+        kv_indices=zero,
+        num_segments=zero,
+        segment_ends=table.ends[:1],
+        segment_offsets=table.offsets[:1],
+        qo_indptr=indptr,
+        q_positions=zero,
+        kv_positions=zero,
+        max_extend_len=1,
+    )

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_lazy.attention.probes import ProbeSums
+from sglang_lazy.attention.probes import AllReduce, ProbeSums, deviating_layer, measure, probed_layers
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import DecodePlan, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.request import Request
+from sglang_lazy.core.state import as_linked, linked
 
 NOWHERE = np.iinfo(np.int32).min
 """A position that no token has."""
@@ -138,3 +140,28 @@ class SegmentTable:
 def table_of(req_to_token_pool: Any) -> SegmentTable | None:
     """The segment table of a `ReqToTokenPool`, or None if chunks are not served."""
     return getattr(req_to_token_pool, "segment_table", None)
+
+
+@contextlib.contextmanager
+def measuring(
+    table: SegmentTable,
+    current: Any,
+    reqs: Sequence[Request],
+    unfinished: Request | None,
+    rows: Any,
+    all_reduce: AllReduce,
+) -> Iterator[None]:
+    """A context for the forward pass of a batch: make `current` the table's batch, and take the measurements of probes.
+
+    reqs: of the batch.  unfinished: the one of these whose prompt does not end with it.  rows: the cache's `RowCache`.
+    """
+    probes = [req for req in reqs if (state := linked(req)) is not None and state.probe is not None]
+    sums = ProbeSums.of(current, probed_layers(table.model.layers), table.ends.device) if probes else None
+    partial = any(as_linked(req).recomputes for req in probes)
+    with table.running(current, sums, deviating_layer(table.model) if partial else None):
+        yield
+    if sums is not None:
+        sums.deliver(reqs, all_reduce)
+    for req in probes:
+        if req is not unfinished:
+            measure(req, rows.requests.nodes(req).chunks, table.model, rows, all_reduce)

@@ -7,7 +7,7 @@ does not use at all is beside it (`unused_hits`), since such requests may be ord
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -276,6 +276,15 @@ def linked(req: Request | None) -> LinkedRequest | None:
     """The state of a linked request, None for any other."""
     state = lazy_state(req)
     return state if isinstance(state, LinkedRequest) else None
+
+
+def by_policy(reqs: Iterable[Request]) -> dict[Policy, list[Request]]:
+    """The linked requests among `reqs`, grouped by policy."""
+    groups: dict[Policy, list[Request]] = {}
+    for req in reqs:
+        if (state := linked(req)) is not None:
+            groups.setdefault(state.policy, []).append(req)
+    return groups
 
 
 def is_internal(req: Request) -> bool:

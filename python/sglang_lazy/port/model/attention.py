@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows
 from sglang_lazy.attention.decode_rows import DecodeRows, PlannedRows, StepRows
-from sglang_lazy.attention.metadata import CopyRanges, PrefillRows
+from sglang_lazy.attention.metadata import CopyRanges, PrefillRows, one_token
 from sglang_lazy.attention.rows import LinkedBatch, StockRows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device
@@ -135,21 +135,9 @@ class LinkAttention(AttentionBackend):
 
     def _compile_extend(self, attn: Any, runner: Any) -> None:
         """Run the kernels on one token, so that they are compiled before the first request."""
-        ints = dict(dtype=torch.int32, device=runner.device)
-        zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
+        zero = torch.zeros(1, dtype=torch.int32, device=runner.device)
         copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
-        described = self.link_model.layers[attn.layer_id]
-        rows = ExtendRows(
-            kv_indptr=indptr,
-            kv_indices=zero,
-            num_segments=zero,
-            segment_ends=self.link_table.ends[:1],
-            segment_offsets=self.link_table.offsets[:1],
-            qo_indptr=indptr,
-            q_positions=zero,
-            kv_positions=zero,
-            max_extend_len=1,
-        )
+        described, rows = self.link_model.layers[attn.layer_id], one_token(self.link_table)
         sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if described.sinks else None
         q = torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device)
         described.kernels.link_extend(q, self._with_caches(attn, runner.dtype, sinks), rows)
@@ -250,7 +238,11 @@ class LinkAttention(AttentionBackend):
         )
         if not in_place:
             out[tokens] = result
-        self._measure(heads, layer, linked)
+        probes = self.link_table.probes
+        if probes is not None and layer.layer_id in probes.layers:
+            assert self.link_probe_rows is not None, "the row of a probe has segments"
+            measured = heads[probes.tokens], linked, self.link_probe_rows
+            described.kernels.accumulate_attention(probes.sums, *measured)
         return out.flatten(1)
 
     def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
@@ -290,15 +282,6 @@ class LinkAttention(AttentionBackend):
         # The pool divides by the scales only when it rounds to fp8.
         k_scale, v_scale = kv_scales(attn) if self.link_fp8 else (1.0, 1.0)
         return attn.scaling * k_scale, v_scale
-
-    def _measure(self, q: torch.Tensor, layer: Any, linked: Layer) -> None:
-        """Add this layer's attention to the sums of the batch's probes.  q: of all new tokens, by head."""
-        probes, rows = self.link_table.probes, self.link_probe_rows
-        if probes is None or layer.layer_id not in probes.layers:
-            return
-        assert rows is not None, "the row of a probe has segments"
-        described = self.link_model.layers[layer.layer_id]
-        described.kernels.accumulate_attention(probes.sums, q[probes.tokens], linked, rows)
 
 
 def step_rows(forward_batch: ForwardBatch) -> StepRows:

@@ -16,15 +16,14 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_lazy.attention import cost
 from sglang_lazy.attention.kernels import choose_kernels
 from sglang_lazy.attention.metadata import axes_of
-from sglang_lazy.attention.probes import ProbeSums, deviating_layer, measure, probed_layers
-from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
-from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.attention.rows import AttentionRow
+from sglang_lazy.attention.table import SegmentTable, measuring, table_of
 from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.core.policy import Policy, ServerTraits, refusal
-from sglang_lazy.core.state import as_linked, lazy_state, linked
+from sglang_lazy.core.policy import ServerTraits, refusal
+from sglang_lazy.core.state import by_policy, lazy_state, linked
 from sglang_lazy.core.supported import TESTED, Unfit
 from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layers, with_cross_attention
@@ -198,25 +197,13 @@ def linking(batch: Any, runner: Any, table: SegmentTable) -> Iterator[None]:
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
-    states = contextlib.nullcontext() if table.recurrent is None else table.recurrent.running(batch)
-    with states, probing(batch, linked_batch(batch, runner, table), runner, table):
-        yield
-
-
-@contextlib.contextmanager
-def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: SegmentTable) -> Iterator[None]:
-    """A context for a batch's forward pass: make `current` the table's batch, and take the measurements of probes."""
-    probes = [req for req in batch.reqs if (state := linked(req)) is not None and state.probe is not None]
-    sums = ProbeSums.of(current, probed_layers(table.model.layers), runner.device) if probes else None
-    partial = any(as_linked(req).recomputes for req in probes)
-    with table.running(current, sums, deviating_layer(table.model) if partial else None):
-        yield
+    separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
+    max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
+    current = table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
     all_reduce = get_tp_group().all_reduce if tp_size() > 1 else lambda tensor: tensor
-    if sums is not None:
-        sums.deliver(batch.reqs, all_reduce)
-    for req in probes:
-        if req is not batch.chunked_req:
-            measure(req, req.last_node.chunks, table.model, batch.tree_cache.rows, all_reduce)
+    states = contextlib.nullcontext() if table.recurrent is None else table.recurrent.running(batch)
+    with states, measuring(table, current, batch.reqs, batch.chunked_req, batch.tree_cache.rows, all_reduce):
+        yield
 
 
 @HOOKS.on("sglang.srt.model_executor.runner.eager_runner.EagerRunner").feature(
@@ -228,23 +215,6 @@ def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any
         return original(eager_runner, *args, **kwargs)
     except KeysStored:
         return LogitsProcessorOutput(next_token_logits=None)
-
-
-def linked_batch(batch: Any, runner: Any, table: SegmentTable) -> Any:
-    """The description of a `ScheduleBatch` about to run, of the table's `batch_type`; None if SGLang's own will do."""
-    separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
-    max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    return table.batch_type.of(pass_of(batch), separate, max_rows, windows=bool(table.model.windows))
-
-
-def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
-    """The linked requests among `reqs`, grouped by policy."""
-    groups: dict[Policy, list[Any]] = {}
-    for req in reqs:
-        state = linked(req)
-        if state is not None:
-            groups.setdefault(state.policy, []).append(req)
-    return groups
 
 
 def involves_chunks(batch: Any, table: SegmentTable) -> bool:
@@ -285,24 +255,18 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)
-    if runs and table is not None and table.last_layer is not None:  # graphs run all layers
-        return False
-    if runs and table is not None and isinstance(table.current, CrossBatch):  # graphs have no cross layers
-        return False
-    if runs and table is not None and table.has_chunks and not takes_pieces(graph_runner, table):
-        return False
-    if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
+    if not runs or table is None or not table.has_chunks:
         return runs
+    # Graphs run all layers, and no others; recurrent layers within them would not see the pieces of a batch.
+    if table.last_layer is not None or isinstance(table.current, CrossBatch):
+        return False
+    breakable = graph_runner.prefill_backend_name == Backend.BREAKABLE
+    if table.recurrent is not None and not (breakable and table.recurrent.breaks_graphs):
+        return False
+    if num_tokens in graph_runner.capture_num_tokens:
+        return True
     padded = min(size for size in graph_runner.capture_num_tokens if size > num_tokens)
     return cost.padding_pays(layer_time(runner, num_tokens), layer_time(runner, padded))
-
-
-def takes_pieces(graph_runner: Any, table: SegmentTable) -> bool:
-    """Whether a model's recurrent layers, if any, are outside of the graphs of a `PrefillCudaGraphRunner`: within
-    them they would not see the pieces of a batch."""
-    if table.recurrent is None:
-        return True
-    return graph_runner.prefill_backend_name == Backend.BREAKABLE and table.recurrent.breaks_graphs
 
 
 def layer_time(runner: Any, num_tokens: int) -> float:
