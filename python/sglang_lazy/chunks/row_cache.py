@@ -39,7 +39,7 @@ class RowCache:
     ):
         self.store, self.pool, self.requests = store, pool, requests
         self.tree, self.device = tree or store.tree, device or store.device
-        self.windows = store.windows if tree is None else None
+        self.windows = store.windows if self.tree is store.tree else None
         self.no_slots = self._placeholders = torch.empty(0, dtype=torch.int64, device=self.device.device)
 
     # Rows

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from array import array
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,9 @@ class SchedulerFacts(RequestFacts):
     adapter = attrgetter("lora_id")
     max_new_tokens = attrgetter("sampling_params.max_new_tokens")
     is_launched = attrgetter("kv.holds_kv")
+    is_finished = methodcaller("finished")
+    chunked = property(attrgetter("_scheduler.chunked_req"))
+    growth_ratio = property(attrgetter("_scheduler.new_token_ratio_tracker.current"))
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
@@ -120,16 +123,8 @@ class SchedulerFacts(RequestFacts):
         self._scheduler.waiting_queue = requests
 
     @property
-    def chunked(self) -> Any | None:
-        return self._scheduler.chunked_req
-
-    @property
     def max_prefill(self) -> int:
         return self._scheduler.chunked_prefill_size or 0
-
-    @property
-    def growth_ratio(self) -> float:
-        return self._scheduler.new_token_ratio_tracker.current
 
     @property
     def num_ahead(self) -> int:
@@ -184,9 +179,6 @@ class SchedulerFacts(RequestFacts):
 
     def num_left(self, req: Any) -> int:
         return len(req.full_untruncated_fill_ids) - req.extend_end
-
-    def is_finished(self, req: Any) -> bool:
-        return req.finished()
 
     def is_refused(self, req: Any) -> bool:
         return req.to_finish is not None or req.finished_reason is not None

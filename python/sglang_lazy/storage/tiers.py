@@ -132,16 +132,17 @@ class Tiers:
         return numbers
 
 
-def smallest_among(groups: Sequence[Any]) -> Callable[[list[int]], list[int]]:
-    """A function that returns the smallest of each of some numbers among the processes of all groups, which all call
-    it.  groups: of torch.distributed."""
+def smallest_among(group: Any) -> Callable[[list[int]], list[int]]:
+    """A function that returns the smallest of each of some numbers among the processes of a group, which all call it.
+
+    group: of torch.distributed; None for this process alone.
+    """
 
     def agree(numbers: list[int]) -> list[int]:
-        if not groups:
+        if group is None or torch.distributed.get_world_size(group) == 1:
             return numbers
         smallest = torch.tensor(numbers, dtype=torch.int64)
-        for group in groups:
-            torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=group)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=group)
         return smallest.tolist()
 
     return agree

@@ -4,15 +4,10 @@ Both take their slots from one allocator. SGLang's cache, whatever its factory m
 `CompositeCache` does not define are that cache's, read and set, and `isinstance` sees its class. A request is ours if
 it is linked or a fill (`core.state`); all others never meet our tree.
 
-What SGLang 0.5.23 asks of a cache (scheduler, its queue and budgets, batches, allocators, checks at idle):
-
-- *Answered here, by the request or node they concern:* match_prefix, prefix_device_indices, checkpoint, on_release,
-  lock, unlock, inc_lock_ref, dec_lock_ref, inc_host_lock_ref, dec_host_lock_ref, rotation_base_of, dfs_weight_order.
-- *Answered here, for both trees:* evict, evict_for_alloc, evictable_size, protected_size, full_evictable_size,
-  full_protected_size, swa_evictable_size, swa_protected_size, available_and_evictable_str, reset, take_events.
-- *SGLang's own cache:* all else. Among it: supports_*, page_size, disable, the pools, free_kv_row, claim_kv_row,
-  evict_sliding_windows, release_swa_prefix_lock (nothing to do for our locks), touch_prefix, root_node_handle,
-  total_size, sanity_check, metrics, and whatever belongs to sessions, mamba, its host tier and disaggregation.
+Of what SGLang 0.5.23 asks of a cache, its own alone answers supports_*, page_size, disable, the pools, free_kv_row,
+claim_kv_row, evict_sliding_windows, release_swa_prefix_lock (nothing to do for our locks), touch_prefix,
+root_node_handle, total_size, sanity_check, metrics, and whatever belongs to sessions, mamba, its host tier and
+disaggregation.
 
 Linked requests must not reach `prefetch_from_storage`, which takes only tokens: the scheduler's hook keeps them away.
 Where SGLang matches requests that only wait, it must do so in `ranking`.
@@ -75,10 +70,6 @@ class CompositeCache:
         "supports_swa",
         "token_to_kv_pool_allocator",
     )
-    __slots__ = (
-        *("_clock", "_other", "_ranks", "admission", "events", "plain", "room", "rows", "tiers", "tree", "windows"),
-        *_direct,
-    )
 
     plain: Any
     tree: RadixTree
@@ -88,15 +79,15 @@ class CompositeCache:
     tiers: Tiers | None
     events: BlockEvents | None
     admission: Any
+    _clock: Iterator[int]
+    _other: PlainCache
     _ranks: bool | None
 
     def __init__(self, plain: Any, tree: RadixTree, clock: Iterator[int], windows: Windows | None = None):
-        object.__setattr__(self, "plain", plain)
+        vars(self).update({name: getattr(plain, name) for name in self._direct}, plain=plain)
         self._other = PlainCache(plain)
         self.tree, self._clock, self.windows, self.room = tree, clock, windows, Room(self._other, tree, windows)
         self.tiers, self.events, self.admission, self._ranks = None, None, None, None
-        for name in self._direct:
-            setattr(self, name, getattr(plain, name))
         # SGLang's cache makes room for what it loads from its own tiers: our tree must give its share of that, too.
         plain.evict_for_alloc = self.evict_for_alloc
 
@@ -104,7 +95,7 @@ class CompositeCache:
         return getattr(self.plain, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in CompositeCache.__slots__:
+        if name in CompositeCache.__annotations__:
             object.__setattr__(self, name, value)
         else:
             setattr(self.plain, name, value)

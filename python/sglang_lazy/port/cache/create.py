@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,27 +47,24 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         on_gpu = torch.device(slots.device).type == "cuda"
         has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
         plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
+    table = table_of(params.req_to_token_pool)
+    assert table is not None, "a server without chunk reuse has SGLang's cache"
     own: Any = HybridSlots(slots) if context.is_hybrid_swa else slots
     tree = RadixTree(own, order, clock)
     windows = Windows(tree, WindowSlots(slots, params.sliding_window_size)) if context.is_hybrid_swa else None
-    tree.parts = () if windows is None else (windows,)
-    table = table_of(params.req_to_token_pool)
-    assert table is not None, "a server without chunk reuse has SGLang's cache"
-    states = None
-    if table.recurrent is not None:
-        states = States(tree, table.recurrent.pool)
-        tree.parts += (states,)
+    of_states = None if table.recurrent is None else table.recurrent.pool
+    states = None if of_states is None else States(tree, of_states)
+    tree.parts = tuple(part for part in (windows, states) if part is not None)
     cache = CompositeCache(plain, tree, clock, windows)
     trees: Room | OneTree = cache.room
     device = Pool(own, trees)
     if pool is None:
         store = ChunkStore(tree, device, windows, states)
-        cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts())
     else:
         of_chunks = RadixTree(pool.allocator, order, clock)
         trees = OneTree(of_chunks)
         store = ChunkStore(of_chunks, Pool(pool.allocator, trees))
-        cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts(), tree, device)
+    cache.rows = RowCache(store, params.req_to_token_pool, RequestFacts(), tree, device)
     if table.drafter is not None and not isinstance(table.drafter.token_to_kv_pool, SWAKVPool):  # with slots elsewhere
         drafting = _buffers(table.drafter.token_to_kv_pool)
         store.draft_token_bytes = sum(buffer[0].nbytes for layer in drafting for buffer in layer)
@@ -77,14 +75,13 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
         layers = _buffers(slots.get_kvcache() if pool is None else pool.kv)
         if table.drafter is not None:
             layers += _buffers(table.drafter.token_to_kv_pool)
-        of_states = None if table.recurrent is None else table.recurrent.pool
         cache.tiers = trees.copying = tiers = Tiers(
             store,
             layers,
             order,
             HostSize(get_memory().hicache_size * 1e9 * share, get_memory().hicache_ratio * share),
             _MIN_HITS[get_memory().hicache_write_policy],
-            smallest_among(_groups(params)),
+            smallest_among(params.tp_cache_group),
             HostReport() if plain.metrics_collector is None else measured_host(plain.metrics_collector),
             of_states,
         )
@@ -144,20 +141,7 @@ def _buffers(kv: Any) -> list[Sequence[torch.Tensor]]:
     return [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
 
 
-def _groups(params: Any) -> list[Any]:
-    """The groups of tensor-parallel ranks that must agree on what is copied.  params: SGLang's, of a cache."""
-    groups = [group for group in (params.attn_cp_cache_group, params.attn_tp_cache_group) if _has_several(group)]
-    return groups or [group for group in (params.tp_cache_group,) if _has_several(group)]
-
-
-def _has_several(group: Any) -> bool:
-    return group is not None and torch.distributed.get_world_size(group) > 1
-
-
 def measured_host(collector: RadixCacheMetricsCollector) -> HostReport:
     """A report of the host tier, with the labels of SGLang's collector of its cache's metrics."""
-
-    def count_loaded(num_tokens: int) -> None:
-        collector.increment_load_back_num_tokens(num_tokens, pool=PoolName.KV.value)
-
+    count_loaded = functools.partial(collector.increment_load_back_num_tokens, pool=PoolName.KV.value)
     return HostReport(count_loaded, counters_of("host", HOST_COUNTERS, collector.labels))

@@ -3,6 +3,7 @@ these by the model or adapter that they are of."""
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -141,10 +142,7 @@ def connect_storage(
         report = measured_storage(*sizes, labels)
     backend = _backend(flags.hicache_storage_backend, extra)
     objects = ChunkObjects(backend, host.memory, state_memory)
-
-    def identify(adapter: str | None) -> bytes | None:
-        return identity_of(runners, adapter, states)
-
+    identify = functools.partial(identity_of, runners, states=states)
     return ChunkStorage(store, host, objects, identify, agree, report, patience)
 
 
