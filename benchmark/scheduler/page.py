@@ -130,7 +130,7 @@ class Served:
     def collection(self, set_aside: bool) -> list[float]:
         """One full garbage collection.  set_aside: first freeze the objects that servers exclude from collection."""
         if set_aside:
-            upkeep.set_aside(None, self.host)
+            upkeep.freeze()
         start = time.thread_time_ns()
         gc.collect()
         times = [(time.thread_time_ns() - start) / 1e6]

@@ -61,5 +61,4 @@ def test_a_scheduler_without_chunks_is_left_alone(by_hand):
     gc.collect(1)
     loop.tree_cache.admission = None
     upkeep.collect(loop)
-    upkeep.set_aside(None, loop)
     assert in_sight(loop) == 1

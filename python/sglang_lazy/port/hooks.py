@@ -5,7 +5,7 @@ import functools
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +17,6 @@ Kind = Literal["BEFORE", "AFTER", "AROUND"]
 Role = Literal["required", "feature", "repair"]
 Names = str | tuple[str, ...]
 F = TypeVar("F", bound=Callable)
-
-
-class Decorator(Protocol):
-    """Returns the function as it is."""
-
-    def __call__(self, function: F) -> F: ...
 
 
 class Hook(NamedTuple):
@@ -54,19 +48,21 @@ class Place:
     def __init__(self, hooks: list[Hook], paths: tuple[str, ...]):
         self._hooks, self._paths = hooks, paths
 
-    def required(self, name: Names, kind: Kind, process: Process, why: str) -> Decorator:
+    def required(self, name: Names, kind: Kind, process: Process, why: str) -> Callable[[F], F]:
         """A hook without which no prompt with chunks is served: it must have run by the end of the self-test."""
         return self._decorator(name, kind, "required", why, process=process)
 
-    def feature(self, name: Names, kind: Kind, why: str) -> Decorator:
+    def feature(self, name: Names, kind: Kind, why: str) -> Callable[[F], F]:
         """A hook that runs only for some requests, or with some flags."""
         return self._decorator(name, kind, "feature", why)
 
-    def repair(self, name: Names, kind: Kind, why: str, until: str) -> Decorator:
+    def repair(self, name: Names, kind: Kind, why: str, until: str) -> Callable[[F], F]:
         """A hook that mends what is SGLang's own. A server starts without it."""
         return self._decorator(name, kind, "repair", why, until)
 
-    def _decorator(self, name: Names, kind: Kind, role: Role, why: str, until: str = "", **process: Any) -> Decorator:
+    def _decorator(
+        self, name: Names, kind: Kind, role: Role, why: str, until: str = "", **process: Any
+    ) -> Callable[[F], F]:
         names = (name,) if isinstance(name, str) else name
         targets = [f"{path}.{name}" for path in self._paths for name in names]
 

@@ -35,7 +35,7 @@ _SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
 
 @_SCHEDULER.required("__init__", "AFTER", "scheduler", "chunks are admitted to the schedule")
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Attach admission to a cache that can hold chunks."""
+    """Attach admission to a cache that can hold chunks; garbage collection will not visit what is there by now."""
     if type(scheduler.tree_cache) is CompositeCache:  # it says itself that it is SGLang's own
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
@@ -54,6 +54,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         scheduler.tree_cache.admission.control.dp_rank = dp_rank()
         scheduler.tree_cache.admission.warnings.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         upkeep.attach_metrics(scheduler)
+        upkeep.freeze()
 
 
 def new_admission(

@@ -69,12 +69,10 @@ def publish(_result: Any, collector: Any, _stats: Any = None) -> None:
         metrics.publish()
 
 
-@_SCHEDULER.feature("__init__", "AFTER", "garbage collection does not visit what stays")
-def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Freeze all objects, which will stay."""
-    if admission_of(scheduler) is not None:
-        gc.collect()
-        gc.freeze()
+def freeze() -> None:
+    """Collect, and freeze what is left, which will stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @_SCHEDULER.required("on_idle", "AROUND", "scheduler", "an idle scheduler checks its locks")
@@ -87,10 +85,9 @@ def on_idle(original: Callable, scheduler: Any) -> None:
 
 
 def collect(scheduler: Any) -> None:
-    """Collect, and freeze what is left: nothing runs or waits, so these objects will stay."""
+    """Freeze where nothing runs or waits."""
     if gc.get_count()[2] >= COLLECTIONS and scheduler.is_fully_idle() and admission_of(scheduler) is not None:
-        gc.collect()
-        gc.freeze()
+        freeze()
 
 
 def check(scheduler: Any) -> None:
