@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import types
 
 import fastapi
 import pytest
@@ -12,11 +11,10 @@ from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, auth_level
 from sglang.srt.utils.common import add_prometheus_middleware
 
 from fakes.server import new_frontend
-from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import apply
 from sglang_lazy.port.repairs import http as repairs
 from sglang_lazy.port.serving import frontend, scopes
-from sglang_lazy.serving.keys import Scope, opened_by, read_keys, sees_all_tenants
+from sglang_lazy.serving.keys import Scope, check_keys, opened_by, read_keys, sees_all_tenants
 
 SECRET = "0123456789abcdef"
 READ, CHUNKS, PROMPTS, ADMIN, TENANT = (f"key-with-scope-{name}" for name in ("read", "chunks", "prompts", "all", "a"))
@@ -78,12 +76,10 @@ def test_a_file_that_is_missing(tmp_path):
 
 def test_flags_that_a_file_of_keys_needs(file):
     def check(path, **flags):
-        flags = {"api_key": None, "admin_api_key": "admin", "tokenizer_worker_num": 1, **flags}
-        scopes.check_keys(LazyConfig(keys=path), types.SimpleNamespace(**flags))
+        check_keys(path, **{"api_key": None, "admin_api_key": "admin", "num_workers": 1, **flags})
 
-    check("", admin_api_key=None)
     check(file(one()))
-    for flags, reason in (({"admin_api_key": None}, "--admin-api-key"), ({"tokenizer_worker_num": 2}, "one tokenizer")):
+    for flags, reason in (({"admin_api_key": None}, "--admin-api-key"), ({"num_workers": 2}, "one tokenizer")):
         with pytest.raises(ValueError, match=reason):
             check(file(one()), **flags)
     for name in ("api_key", "admin_api_key"):

@@ -7,8 +7,9 @@ import pytest
 
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.serving.requests import choose_rank, learned
+from sglang_lazy.port.serving.requests import choose_rank
 from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.results import learned
 
 A, B = [1, 2, 3, 4], [5, 6]
 
@@ -50,7 +51,7 @@ class Server:
             yield {"meta_info": {"chunks": [{"hit": hit} for hit in hits]}}
 
         async def read():
-            return [out async for out in learned(outputs(), obj)]
+            return [out async for out in learned(outputs(), obj.sampling_params)]
 
         return asyncio.run(read())
 

@@ -19,11 +19,11 @@ from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.serving.frontend import frontend_of
-from sglang_lazy.port.serving.requests import served, share_report
+from sglang_lazy.port.serving.requests import own_plan, served
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
 from sglang_lazy.port.serving.usage import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.serving.plans import Plan
-from sglang_lazy.serving.results import CachedTokens, chunk_report
+from sglang_lazy.serving.results import CachedTokens, SharedReport, chunk_report
 
 PLAN = Plan.of(((1, 3), (4, 8)), get_policy("block"))
 IDS = list(range(20, 30))
@@ -143,7 +143,7 @@ def test_ordinary_requests_are_untouched():
 
 def samples_of(obj, n):
     """As SGLang makes them once the prompt has been checked."""
-    share_report(obj)
+    own_plan(obj).report = SharedReport()
     return [copy.copy(obj) for _ in range(n)]
 
 
@@ -166,7 +166,7 @@ def test_prompts_with_the_same_parameters_share_no_report():
     one, other = request(), request()
     other.sampling_params = one.sampling_params
     for obj in (one, other):
-        share_report(obj)
+        own_plan(obj).report = SharedReport()
     reports = [served(obj, PLAN).shared for obj in (one, copy.copy(one), other)]
     assert reports[0] is reports[1] is not reports[2] and reports[2] is not None
 

@@ -15,7 +15,6 @@ from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.requests import plan_of, served
 from sglang_lazy.port.serving.tokenizer_manager import (
     abort_with_all,
-    interrupt_shadow,
     make_idle,
     report_chunks,
 )
@@ -192,9 +191,9 @@ def test_a_shadow_yields_to_users_and_starts_over():
     async def scenario(manager, subject):
         offer(subject, user_request())
         first = await manager.next_request()
-        interrupt_shadow(manager, first)  # the shadow's own arrival must not abort it
+        subject.give_way(first.rid)  # the shadow's own arrival must not abort it
         assert not manager.aborted
-        interrupt_shadow(manager, SimpleNamespace(rid="another user"))
+        subject.give_way("another user")
         assert manager.aborted == [first.rid]
         second = await manager.next_request()
         assert second.rid != first.rid

@@ -69,6 +69,10 @@ def headers(*salts):
     return Headers(raw=[(b"x-cache-salt", salt.encode("latin-1")) for salt in salts])
 
 
+def no_state(_manager, _obj, _request):
+    """In place of SGLang's method."""
+
+
 def request_to(path, *salts):
     """An HTTP request with this header."""
     return types.SimpleNamespace(url=types.SimpleNamespace(path=path), headers=headers(*salts))
@@ -78,7 +82,7 @@ def test_the_header_holds_on_every_route():
     def salted(*salts, **fields):
         obj = GenerateReqInput(**{"text": "Who?", **fields})
         obj.normalize_batch_and_arguments()
-        begin(None, obj, request_to("/generate", *salts))
+        begin(no_state, None, obj, request_to("/generate", *salts))
         return obj.cache_salt
 
     assert salted("a") == salted("a", cache_salt="a") == salted(cache_salt="a") == "a" and salted() is None
@@ -97,14 +101,14 @@ def test_a_health_check_has_no_tenant(path):
     """Nor can a header make it fail."""
     obj = GenerateReqInput(input_ids=[0])
     obj.normalize_batch_and_arguments()
-    begin(None, obj, request_to(path, "a", "\xe9"))
+    begin(no_state, None, obj, request_to(path, "a", "\xe9"))
     assert obj.cache_salt is None
 
 
 def test_an_engines_requests_have_no_headers():
     obj = GenerateReqInput(text="Who?", cache_salt="a")
     obj.normalize_batch_and_arguments()
-    begin(None, obj)
+    begin(no_state, None, obj)
     assert obj.cache_salt == "a"
 
 

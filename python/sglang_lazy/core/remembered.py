@@ -4,7 +4,7 @@ import gc
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -82,3 +82,23 @@ class Remembered(Generic[K, V]):
         with self._lock:
             self._values.clear()
             self.num_bytes = 0
+
+
+class Field:
+    """One field of records of responses, as a dictionary by response id."""
+
+    def __init__(self, records: Remembered[str, Mapping[str, Any]], name: str):
+        self._records, self._name = records, name
+
+    def get(self, response_id: str, default: Any = None) -> Any:
+        return (self._records.get(response_id) or {}).get(self._name, default)
+
+    def __getitem__(self, response_id: str) -> Any:
+        """Raises ValueError, answered with a 400, if it has been forgotten since the response was looked up, or was
+        too large."""
+        if (value := self.get(response_id)) is None:
+            raise ValueError(f"{response_id} is no longer stored with its {self._name}: send the whole conversation")
+        return value
+
+    def __setitem__(self, response_id: str, value: Any) -> None:
+        self._records.put(response_id, {**(self._records.get(response_id) or {}), self._name: value})

@@ -16,7 +16,7 @@ from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import unfit_config, unfit_flags
 from sglang_lazy.port.model.recurrent import unfit_states
-from sglang_lazy.port.serving.scopes import check_keys
+from sglang_lazy.serving.keys import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
 
 
@@ -36,14 +36,17 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
     args.resolve_once()
     if flags_of(args).radix_cache_backend is None:
         raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")
-    check_keys(config, flags_of(args))
+    flags = flags_of(args)
+    if config.keys:
+        check_keys(config.keys, flags.api_key, flags.admin_api_key, flags.tokenizer_worker_num)
     if reason := _unfit_default(config, args):
         raise ValueError(reason)
     if config.fallback:
         return
     model_config = model_config_of(args)
     model = unfit_states(args, model_config) + unfit_config(model_config, untested=config.untested_model)
-    if reasons := unfit_flags(args) + model + _unfit_kernels(config, args):
+    kernels = jit.missing(torch.device(flags_of(args).device)) if config.kernels == "cuda" else None
+    if reasons := unfit_flags(args) + model + ([f"--lazy-kernels cuda: {kernels}"] if kernels else []):
         raise Unfit(reasons)
 
 
@@ -60,8 +63,3 @@ def _unfit_default(config: LazyConfig, args: ServerArgs) -> str | None:
         except ValueError as error:
             return f"{name}: {error}"
     return None
-
-
-def _unfit_kernels(config: LazyConfig, args: ServerArgs) -> list[str]:
-    reason = jit.missing(torch.device(flags_of(args).device)) if config.kernels == "cuda" else None
-    return [f"--lazy-kernels cuda: {reason}"] if reason else []

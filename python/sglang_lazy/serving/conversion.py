@@ -71,6 +71,16 @@ class Parameters:
             converted[name] = value
         return converted
 
+    def convert_each(self, what: str, given: Any) -> Any:
+        """Convert one object, each of a list of them for a batch, or None, which means all defaults."""
+        if given is None:
+            return None
+        if not isinstance(given, list | tuple):
+            return self.convert(what, given)
+        if not given:
+            raise ValueError(f"{what} is an empty list")
+        return [one if one is None else self.convert(what, one) for one in given]
+
 
 @functools.cache
 def field_names(kind: Any) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """The state of the process that takes requests."""
 
 import functools
+from typing import cast
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.serving.known_chunks import KnownChunks
@@ -9,9 +10,10 @@ from sglang_lazy.serving.misses import Misses
 from sglang_lazy.serving.picker import Picker
 from sglang_lazy.serving.pins import Pins
 from sglang_lazy.serving.prompts import Prompts
-from sglang_lazy.serving.registration import AT_ONCE, Registrations
+from sglang_lazy.serving.registration import AT_ONCE, Registrations, WorkerRegistrations
 from sglang_lazy.serving.server import Server
 from sglang_lazy.serving.shadow import Shadow
+from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 from sglang_lazy.serving.surveys import Surveys
 from sglang_lazy.serving.turns import Turns
 from sglang_lazy.serving.usage import Usage
@@ -41,7 +43,21 @@ class Frontend:
     def _names(self, tenant: str | None, ids: list[str]) -> dict[str, str]:
         return names_of(self.labels, tenant, ids)
 
+    def use_shared(self, address: str) -> None:
+        """Use the state that tokenizer workers share, at the address that `shared_state` has returned."""
+        calls = connect(address)
+        self.known = cast(KnownChunks, Proxy(calls, "chunks"))
+        self.registrations = cast(Registrations, Proxy(calls, "registrations"))
+        self.labels = cast(Labels, Proxy(calls, "labels"))
+
     @functools.cached_property
     def turns(self) -> Turns:
         """The turns of registered chunks."""
         return Turns(max(1, AT_ONCE // self.server.num_workers))
+
+
+def shared_state() -> str:
+    """Keep in this process what its tokenizer workers share; returns its address."""
+    chunks, progress, labels = KnownChunks(), Registrations(), Labels()
+    shared = {"chunks": chunks, "labels": labels}
+    return ObjectServer(lambda: {**shared, "registrations": WorkerRegistrations(progress)}).address

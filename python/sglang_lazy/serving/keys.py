@@ -116,6 +116,18 @@ def read_keys(path: str, others: Collection[str | None] = ()) -> Keys:
     return Keys(keys)
 
 
+def check_keys(path: str, api_key: str | None, admin_api_key: str | None, num_workers: int) -> None:
+    """Raise ValueError if a file of keys cannot be used with SGLang's keys and its tokenizer workers."""
+    if not admin_api_key:
+        raise ValueError("--lazy-keys adds keys to a server that has --admin-api-key: without it, routes are open")
+    if num_workers > 1:
+        raise ValueError("--lazy-keys needs one tokenizer worker: SGLang's workers do not check keys")
+    try:
+        read_keys(path, (api_key, admin_api_key))
+    except ValueError as error:
+        raise ValueError(f"--lazy-keys {error}") from None
+
+
 def _parsed(value: Any) -> Key:
     if not isinstance(value, Mapping):
         raise ValueError("must be an object")

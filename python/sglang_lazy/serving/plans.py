@@ -7,7 +7,7 @@ from typing import Any
 from sglang_lazy.core.keys import digests
 from sglang_lazy.core.labels import Label
 from sglang_lazy.core.policy import Policy
-from sglang_lazy.core.segments import ChunkLimit, PromptLayout
+from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
 from sglang_lazy.policies import get_policy
 
 _REFUSED = {
@@ -73,6 +73,20 @@ class PackedPlan(str):
     could claim another tenant's salt in one, cannot send an object of this class."""
 
     plan: Plan
+
+
+def packed_in(params: Any) -> PackedPlan | None:
+    """The plan in the sampling parameters of one request, None without one.
+
+    Raises ValueError for one that no surface of this process has made.
+    """
+    custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
+    if not isinstance(custom_params, Mapping) or LAYOUT_PARAM not in custom_params:
+        return None
+    packed = custom_params[LAYOUT_PARAM]
+    if not isinstance(packed, PackedPlan):
+        raise ValueError(f"custom_params.{LAYOUT_PARAM} is set by the server: give a prompt as segments instead")
+    return packed
 
 
 def check_combined(given: Mapping[str, Any], layout: PromptLayout, limit: ChunkLimit) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from types import MappingProxyType
@@ -10,9 +10,10 @@ from typing import Any
 
 from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace, chunk_id, digests
-from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.serving.misses import Answered, Misses, Terms
-from sglang_lazy.serving.plans import Plan
+from sglang_lazy.serving.picker import Pick, learning
+from sglang_lazy.serving.plans import PackedPlan, Plan, packed_in
 from sglang_lazy.serving.usage import Usage
 
 MAX_RID = 200
@@ -69,6 +70,42 @@ class SharedReport:
 
     reuse: tuple | None = None
     counted: "Served | None" = None
+
+
+class OwnPlan(PackedPlan):
+    """The packed plan of one request alone, with what this process knows of the request besides. The samples of a
+    prompt, which SGLang makes as copies of its request, have it in common.
+
+    pick: the rank that was chosen, and the names of the chunks there; None without a choice.
+    report: what the samples report; None for the only one.
+    """
+
+    pick: tuple[Pick, list[Hashable]] | None = None
+    report: SharedReport | None = None
+
+
+def with_own_plan(params: dict[str, Any]) -> tuple[dict[str, Any], OwnPlan]:
+    """The sampling parameters of a request with a plan, where it is the request's own, and this plan: prompts of a
+    batch may share parameters."""
+    packed = packed_in(params)
+    assert packed is not None
+    if isinstance(packed, OwnPlan):
+        return params, packed
+    own = OwnPlan(packed)
+    own.plan = packed.plan
+    return {**params, "custom_params": {**params["custom_params"], LAYOUT_PARAM: own}}, own
+
+
+def report_in(params: Any) -> SharedReport | None:
+    """What the samples of a prompt share, by its sampling parameters; None for the only one."""
+    packed = packed_in(params)
+    return packed.report if isinstance(packed, OwnPlan) else None
+
+
+def learned(outputs: AsyncGenerator[dict, None], params: Any) -> AsyncGenerator[dict, None]:
+    """`outputs` of a request, learning from its chunk report which chunks its rank had.  params: for sampling."""
+    packed = packed_in(params)
+    return learning(outputs, *packed.pick) if isinstance(packed, OwnPlan) and packed.pick is not None else outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

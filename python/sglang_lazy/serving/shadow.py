@@ -76,6 +76,11 @@ class Shadow:
         if self.rid is not None and self.server.abort(self.rid):
             self._interrupted = True
 
+    def give_way(self, rid: str) -> None:
+        """Interrupt for a request that has arrived, unless it is the shadow's own."""
+        if rid != self.rid:
+            self.interrupt()
+
     def cancel(self) -> None:
         """Give up the current comparison, without aborting its request."""
         self._cancelled = True

@@ -30,6 +30,11 @@ _turn: contextvars.ContextVar[_Turn | None] = contextvars.ContextVar("turn", def
 _threads = ThreadPoolExecutor(2, "sglang-lazy-request")
 
 
+def num_characters(texts: Any) -> int:
+    """The length of a text, or of all texts of lists of them."""
+    return len(texts) if isinstance(texts, str) else sum(map(num_characters, texts or ()))
+
+
 async def in_thread(size: int, function: Callable[..., T], *args: Any) -> T:
     """The result of `function`, called in a thread if `size` is `LARGE`.  size: of its input."""
     if size < LARGE:

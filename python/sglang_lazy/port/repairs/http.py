@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.utils.auth import AuthDecision
 from starlette.background import BackgroundTask
 
-from sglang_lazy.core.remembered import Remembered, deep_size
+from sglang_lazy.core.remembered import Field, Remembered, deep_size
 from sglang_lazy.port.hooks import Hooks
 
 SECONDS = 2
@@ -32,27 +32,18 @@ _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 CAPACITY = 1 << 28
 """256 MiB."""
 HOOKS = Hooks()
+_ABORTS = "a stream that has ended aborts nobody else's request", "SGLang's task knows whether its request still runs"
 _TOKENIZER_MANAGER = HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 
 
-@_TOKENIZER_MANAGER.repair(
-    "_init_req_state",
-    "AFTER",
-    "a stream that has ended aborts nobody else's request",
-    "SGLang's task knows whether its request still runs",
-)
+@_TOKENIZER_MANAGER.repair("_init_req_state", "AFTER", *_ABORTS)
 def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's states."""
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     setattr(obj, _BEGUN, {rid: manager.rid_to_state[rid] for rid in rids})
 
 
-@_TOKENIZER_MANAGER.repair(
-    "create_abort_task",
-    "AROUND",
-    "a stream that has ended aborts nobody else's request",
-    "SGLang's task knows whether its request still runs",
-)
+@_TOKENIZER_MANAGER.repair("create_abort_task", "AROUND", *_ABORTS)
 def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
     """Around `TokenizerManager.create_abort_task`: abort what still runs of this request."""
 
@@ -94,26 +85,6 @@ def hide(original: Callable, value: Any, **options: Any) -> Any:
             command = re.sub(rf"(--\S+[ =]){re.escape(secret)}(?!\S)", rf"\1{HIDDEN}", command)
         result["launch_command"] = command
     return result
-
-
-class Field:
-    """One field of the stored records, as the dictionary by response id that SGLang uses."""
-
-    def __init__(self, records: Remembered[str, Mapping[str, Any]], name: str):
-        self._records, self._name = records, name
-
-    def get(self, response_id: str, default: Any = None) -> Any:
-        return (self._records.get(response_id) or {}).get(self._name, default)
-
-    def __getitem__(self, response_id: str) -> Any:
-        """Raises ValueError, answered with a 400, if it has been forgotten since the response was looked up, or was
-        too large."""
-        if (value := self.get(response_id)) is None:
-            raise ValueError(f"{response_id} is no longer stored with its {self._name}: send the whole conversation")
-        return value
-
-    def __setitem__(self, response_id: str, value: Any) -> None:
-        self._records.put(response_id, {**(self._records.get(response_id) or {}), self._name: value})
 
 
 @HOOKS.on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses").repair(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.entrypoints import http_server
@@ -25,17 +25,13 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.facts import dp_size
 from sglang_lazy.port.scheduler.control import ChunksReqInput, ChunksReqOutput
-from sglang_lazy.serving.frontend import Frontend
-from sglang_lazy.serving.known_chunks import KnownChunks
-from sglang_lazy.serving.labels import Labels
-from sglang_lazy.serving.registration import Registrations, WorkerRegistrations
+from sglang_lazy.serving.frontend import Frontend, shared_state
 from sglang_lazy.serving.server import Repeated
-from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 
 _ATTR = "_sglang_lazy_frontend"
 _COMMAND = "sglang_lazy.launch_server"
 _ADDRESS = "SGLANG_LAZY_SHARED"
-"""Environment variable with the address of the `ObjectServer`."""
+"""Environment variable with the address of the state that tokenizer workers share."""
 
 
 def frontend_of(manager: Any) -> Frontend:
@@ -146,15 +142,7 @@ def share(manager: Any) -> None:
     if isinstance(manager, MultiTokenizerRouter):
         if getattr(sys.modules["__main__"].__spec__, "name", None) != _COMMAND:
             raise RuntimeError(f"several tokenizer workers need a server that python -m {_COMMAND} has started")
-        chunks, progress, labels = KnownChunks(), Registrations(), Labels()
-        server = ObjectServer(
-            lambda: {"chunks": chunks, "registrations": WorkerRegistrations(progress), "labels": labels}
-        )
-        os.environ[_ADDRESS] = server.address
+        os.environ[_ADDRESS] = shared_state()
     elif isinstance(manager, TokenizerWorker):
         kill_itself_when_parent_died()  # it would go on listening, and nobody would answer
-        calls = connect(os.environ[_ADDRESS])
-        frontend = frontend_of(manager)
-        frontend.known = cast(KnownChunks, Proxy(calls, "chunks"))
-        frontend.registrations = cast(Registrations, Proxy(calls, "registrations"))
-        frontend.labels = cast(Labels, Proxy(calls, "labels"))
+        frontend_of(manager).use_shared(os.environ[_ADDRESS])

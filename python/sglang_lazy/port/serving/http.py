@@ -158,24 +158,24 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
     return await fail_before_stream(response, serving.create_error_response) if request.has_chunks else response
 
 
+def _refuse_message(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> Response:
+    kind = "not_found_error" if status == HTTPStatus.NOT_FOUND else "invalid_request_error"
+    return http_server._anthropic_error_response(status_code=status, error_type=kind, message=reason)
+
+
 async def messages(request: MessagesRequest, raw_request: Request) -> Any:
     """Anthropic-compatible Messages API endpoint."""
     serving = raw_request.app.state.anthropic_serving
-
-    def refuse(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> Response:
-        kind = "not_found_error" if status == HTTPStatus.NOT_FOUND else "invalid_request_error"
-        return serving._error_response(status_code=status, error_type=kind, message=reason)
-
     try:
         await _read(request, raw_request)
         if (size := len(await raw_request.body())) >= LARGE:
             serving = await in_thread(size, converting_ahead, serving, request, raw_request)
         response = await serving.handle_messages(request, raw_request)
     except ValueError as error:
-        return refuse(told(error), _status(error))
+        return _refuse_message(told(error), _status(error))
     except Refused as error:
-        return refuse(str(error))
-    return await fail_before_stream(response, refuse) if request.has_chunks else response
+        return _refuse_message(str(error))
+    return await fail_before_stream(response, _refuse_message) if request.has_chunks else response
 
 
 async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
@@ -183,10 +183,7 @@ async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
     try:
         await check_body(raw_request, CountRequest)
     except ValueError as error:
-        serving = raw_request.app.state.anthropic_serving
-        return serving._error_response(
-            status_code=HTTPStatus.BAD_REQUEST, error_type="invalid_request_error", message=str(error)
-        )
+        return _refuse_message(str(error))
     size, counting = len(await raw_request.body()), http_server.anthropic_v1_count_tokens(request, raw_request)
     return await in_thread(size, finished, counting)
 

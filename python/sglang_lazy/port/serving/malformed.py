@@ -46,6 +46,7 @@ _SAMPLING = Parameters(
     wide=("sampling_seed",),
     free=("custom_params",),
 )
+convert_sampling_params = functools.partial(_SAMPLING.convert_each, "sampling_params")
 _REFUSED = "SGLang refuses them with a 400"
 HOOKS = Hooks()
 _INPUT = "sglang.srt.managers.io_struct.GenerateReqInput"
@@ -70,21 +71,6 @@ def _convertible(kind: Any) -> Fields:
     return Fields(kind, _OWN_CHECKS)
 
 
-def convert_sampling_params(params: Any) -> Any:
-    """A copy of `params` with values of the types that SGLang declares.
-
-    params: one object, or a list of them for a batch; None means a parameter's default. Raises ValueError, naming the
-    parameter, if it is unknown or of another type.
-    """
-    if params is None:
-        return None
-    if not isinstance(params, list | tuple):
-        return _SAMPLING.convert("sampling_params", params)
-    if not params:
-        raise ValueError("sampling_params is an empty list")
-    return [one if one is None else _SAMPLING.convert("sampling_params", one) for one in params]
-
-
 async def check_body(request: Request, kind: type) -> None:
     """Raise ValueError for a field that is the server's, or one of ours that the route would ignore.
 
@@ -100,15 +86,6 @@ async def _check_body(parameters: dict[str, Any]) -> None:
     request = next(value for value in parameters.values() if isinstance(value, Request))
     (body,) = (value for value in parameters.values() if value is not request)
     await check_body(request, type(body))
-
-
-@HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerManager").repair(
-    "_init_req_state", "AROUND", "malformed parameters are refused before their request has a state", _REFUSED
-)
-def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around functions that read requests."""
-    with reading():
-        return function(*args, **kwargs)
 
 
 @HOOKS.on(_INPUT, "sglang.srt.managers.io_struct.EmbeddingReqInput").repair(

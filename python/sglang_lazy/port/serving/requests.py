@@ -6,31 +6,16 @@ rank that it names, and distributes others by `--load-balance-method`.
 
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Hashable, Mapping
 from typing import Any
 
 import msgspec
 
 from sglang_lazy.core.overlay import Overlay
-from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.serving.images import check_places, expand, image_ranges
-from sglang_lazy.serving.picker import Pick, learning
-from sglang_lazy.serving.plans import PackedPlan, Plan
-from sglang_lazy.serving.results import Served, SharedReport
+from sglang_lazy.serving.plans import Plan, packed_in
+from sglang_lazy.serving.results import OwnPlan, Served, report_in, with_own_plan
 from sglang_lazy.serving.tokenization import TokenizedPrompt
-
-
-class _OwnPlan(PackedPlan):
-    """The packed plan of one request alone, with what this process knows of the request besides. The samples of a
-    prompt, which SGLang makes as copies of its request, have it in common.
-
-    pick: the rank that was chosen, and the names of the chunks there; None without a choice.
-    report: what the samples report; None for the only one.
-    """
-
-    pick: tuple[Pick, list[Hashable]] | None = None
-    report: SharedReport | None = None
 
 
 def plan_of(obj: Any) -> Plan | None:
@@ -38,33 +23,17 @@ def plan_of(obj: Any) -> Plan | None:
 
     Raises ValueError for one that no surface of this process has made.
     """
-    packed = _packed(obj)
-    return None if packed is None else packed.plan
-
-
-def _packed(obj: Any) -> PackedPlan | None:
-    params = getattr(obj, "sampling_params", None)
-    custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
-    if not isinstance(custom_params, Mapping) or LAYOUT_PARAM not in custom_params:
+    packed = packed_in(getattr(obj, "sampling_params", None))
+    if packed is None:
         return None
-    packed = custom_params[LAYOUT_PARAM]
-    if not isinstance(packed, PackedPlan):
-        raise ValueError(f"custom_params.{LAYOUT_PARAM} is set by the server: give a prompt as segments instead")
     if obj.input_ids is None:
         raise ValueError("a prompt layout needs the input_ids that it describes")
-    return packed
+    return packed.plan
 
 
-def _own(obj: Any) -> _OwnPlan:
-    """The plan of a request that has one, made its own first: prompts of a batch may share sampling parameters."""
-    packed = _packed(obj)
-    assert packed is not None
-    if isinstance(packed, _OwnPlan):
-        return packed
-    own = _OwnPlan(packed)
-    own.plan = packed.plan
-    params = obj.sampling_params
-    obj.sampling_params = {**params, "custom_params": {**params["custom_params"], LAYOUT_PARAM: own}}
+def own_plan(obj: Any) -> OwnPlan:
+    """The plan of a request that has one, made its own first."""
+    obj.sampling_params, own = with_own_plan(obj.sampling_params)
     return own
 
 
@@ -79,23 +48,11 @@ def choose_rank(manager: Any, obj: Any, plan: Plan, input_ids: list[int]) -> Non
     sizes = {name: end - start for name, (start, end) in zip(names, plan.layout.chunks, strict=True)}
     pick = frontend_of(manager).picker.pick(sizes, {rank: running[rank] for rank in ranks})
     obj.routed_dp_rank = pick.worker
-    _own(obj).pick = pick, names
-
-
-def learned(outputs: AsyncGenerator[dict, None], obj: Any) -> AsyncGenerator[dict, None]:
-    """`outputs` of a request, learning from its chunk report which chunks its rank had."""
-    packed = _packed(obj)
-    return learning(outputs, *packed.pick) if isinstance(packed, _OwnPlan) and packed.pick is not None else outputs
-
-
-def share_report(obj: Any) -> None:
-    """Let the samples of a prompt, which SGLang makes as copies of `obj`, share one report."""
-    _own(obj).report = SharedReport()
+    own_plan(obj).pick = pick, names
 
 
 def served(obj: Any, plan: Plan) -> Served:
     """A request that the scheduler has got."""
-    packed = _packed(obj)
     return Served(
         plan,
         obj,
@@ -107,7 +64,7 @@ def served(obj: Any, plan: Plan) -> Served:
         has_images=bool(obj.image_data),
         is_single=getattr(obj, "is_single", False),
         is_counted=obj.log_metrics,
-        shared=packed.report if isinstance(packed, _OwnPlan) else None,
+        shared=report_in(obj.sampling_params),
     )
 
 

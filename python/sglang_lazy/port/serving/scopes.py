@@ -8,7 +8,6 @@ from sglang.srt.utils import auth
 from sglang.srt.utils.auth import AuthLevel
 from starlette.routing import Match, Route
 
-from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving import frontend
 from sglang_lazy.serving.keys import SCOPE, CheckScopes, Needed, Scope, endpoint_of, read_keys
@@ -92,17 +91,3 @@ def add_middleware(_result: Any, app: Any, *, api_key: str | None, admin_api_key
         assert admin_api_key, "check_keys has seen it"
         keys = read_keys(path, (api_key, admin_api_key))
         app.add_middleware(CheckScopes, keys=keys, access=_Access(app.router, api_key or "", admin_api_key))
-
-
-def check_keys(config: LazyConfig, flags: Any) -> None:
-    """Raise ValueError if the file of keys cannot be used with SGLang's flags."""
-    if not config.keys:
-        return
-    if not flags.admin_api_key:
-        raise ValueError("--lazy-keys adds keys to a server that has --admin-api-key: without it, routes are open")
-    if flags.tokenizer_worker_num > 1:
-        raise ValueError("--lazy-keys needs one tokenizer worker: SGLang's workers do not check keys")
-    try:
-        read_keys(config.keys, (flags.api_key, flags.admin_api_key))
-    except ValueError as error:
-        raise ValueError(f"--lazy-keys {error}") from None

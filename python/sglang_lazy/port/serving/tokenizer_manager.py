@@ -8,15 +8,15 @@ from sglang_lazy.port.facts import UPDATES
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.serving.frontend import frontend_of
 from sglang_lazy.port.serving.malformed import check_one
-from sglang_lazy.port.serving.requests import choose_rank, keeping_tokens, learned, plan_of, served, share_report
+from sglang_lazy.port.serving.requests import choose_rank, keeping_tokens, own_plan, plan_of, served
 from sglang_lazy.serving.labels import labels_in
 from sglang_lazy.serving.malformed import reading
 from sglang_lazy.serving.plans import check_combined
-from sglang_lazy.serving.results import annotated
+from sglang_lazy.serving.results import SharedReport, annotated, learned
 from sglang_lazy.serving.salts import salt_of
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.streams import announce, with_logprobs
-from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread
+from sglang_lazy.serving.threads import LARGE, begin_turn, finished, give_way, in_thread, num_characters
 
 KEY_END = "/"
 """Ends a client's key, to which SGLang appends the id of the adapter. Ids of adapters that --lora-paths names can be
@@ -27,19 +27,20 @@ _TOKENIZER_MANAGER = HOOKS.on("sglang.srt.managers.tokenizer_manager.TokenizerMa
 _NEED_IDLE = ("flush_cache", "release_memory_occupation", *UPDATES)
 
 
-@_TOKENIZER_MANAGER.required("_init_req_state", "BEFORE", "tokenizer", "tenants are kept apart on every route")
-def begin(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
-    """Before `TokenizerManager._init_req_state`, with which each request of every route begins: apply the header's
-    salt, on routes of SGLang's that know none as well.
+@_TOKENIZER_MANAGER.required("_init_req_state", "AROUND", "tokenizer", "tenants are kept apart on every route")
+def begin(original: Callable, manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Around `TokenizerManager._init_req_state`, with which each request of every route begins, and which reads its
+    parameters: apply the header's salt, on routes of SGLang's that know none as well.
 
     Not to a health check, whose prompt is SGLang's own: a bad header would have the server reported as unhealthy.
     """
     begin_turn()
-    if request is None or not hasattr(obj, "cache_salt") or request.url.path.endswith(HEALTH_ROUTES):
-        return
-    salt = salt_of(obj.cache_salt, request.headers)
-    is_one = obj.is_single or salt is None or isinstance(salt, list)
-    obj.cache_salt = salt if is_one else [salt] * len(obj.sampling_params)
+    if request is not None and hasattr(obj, "cache_salt") and not request.url.path.endswith(HEALTH_ROUTES):
+        salt = salt_of(obj.cache_salt, request.headers)
+        is_one = obj.is_single or salt is None or isinstance(salt, list)
+        obj.cache_salt = salt if is_one else [salt] * len(obj.sampling_params)
+    with reading():
+        return original(manager, obj, request, *args, **kwargs)
 
 
 @_TOKENIZER_MANAGER.required("_tokenize_one_request", "AROUND", "tokenizer", "chunks keep their tokens")
@@ -58,13 +59,9 @@ async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
 @_TOKENIZER_MANAGER.feature("_tokenize_texts", "AROUND", "long prompts are tokenized in threads")
 async def tokenize_texts(tokenize: Callable, manager: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `TokenizerManager._tokenize_texts`: tokenize long texts in a thread, unless SGLang does."""
-    if manager.async_dynamic_batch_tokenizer is not None or (size := _num_characters(texts)) < LARGE:
+    if manager.async_dynamic_batch_tokenizer is not None or (size := num_characters(texts)) < LARGE:
         return await tokenize(manager, texts, *args, **kwargs)
     return await in_thread(size, finished, tokenize(manager, texts, *args, **kwargs))
-
-
-def _num_characters(texts: Any) -> int:
-    return len(texts) if isinstance(texts, str) else sum(map(_num_characters, texts or ()))
 
 
 @_TOKENIZER_MANAGER.required(
@@ -77,7 +74,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Gives the
     layout's cache salt to SGLang, which separates whole prompts by it, and chooses the prompt's data-parallel rank.
     """
-    interrupt_shadow(manager, obj)
+    if (shadow := frontend_of(manager).shadow) is not None:
+        shadow.give_way(obj.rid)
     is_whole = obj.input_embeds is None and not getattr(obj, "session_params", None)  # without a session's history
     if input_ids is not None and not len(input_ids) and is_whole:
         raise ValueError("the prompt is empty")
@@ -89,7 +87,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     if plan is not None:
         obj.cache_salt = plan.layout.cache_salt or obj.cache_salt
         if (obj.sampling_params.get("n") or 1) > 1:
-            share_report(obj)
+            own_plan(obj).report = SharedReport()
     if plan is None or input_ids is None or not plan.policy.reuses:
         return
     check_combined(vars(obj), plan.layout, frontend_of(manager).prompts.max_chunks)
@@ -133,18 +131,11 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     frontend, request = frontend_of(manager), served(obj, plan)
     if plan.labels:
         frontend.labels.add(plan.layout.cache_salt, labels_in(plan, obj.input_ids))
-    outputs = learned(annotated(outputs, request, frontend.usage, frontend.misses), obj)
+    outputs = learned(annotated(outputs, request, frontend.usage, frontend.misses), obj.sampling_params)
     if frontend.shadow is None or not plan.policy.reuses:
         return outputs
     state = manager.rid_to_state.get(obj.rid)
     return shadowed(outputs, frontend.shadow, request, lambda: state.output_ids)
-
-
-def interrupt_shadow(manager: Any, obj: Any) -> None:
-    """Abort the shadow, unless the request that has arrived is its own."""
-    shadow = frontend_of(manager).shadow
-    if shadow is not None and obj.rid != shadow.rid:
-        shadow.interrupt()
 
 
 @_TOKENIZER_MANAGER.feature("abort_request", "BEFORE", "a shadow ends when everything is aborted")
