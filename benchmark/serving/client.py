@@ -15,7 +15,10 @@ from sglang_lazy.testing import ServerError
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A finished request as the client saw it; times are `time.perf_counter` seconds."""
+    """A finished request as the client saw it; times are `time.perf_counter` seconds.
+
+    turn: its number in its conversation, from 1.
+    """
 
     sent: float
     arrivals: list[tuple[float, int]]  # arrival of an event, output tokens so far: both strictly increasing
@@ -23,6 +26,7 @@ class Timeline:
     prompt_tokens: int
     cached_tokens: int  # prefixes and chunks
     chunk_tokens: int
+    turn: int = 1
 
     @property
     def output_tokens(self) -> int:

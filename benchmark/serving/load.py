@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -37,10 +38,11 @@ async def _send(url, conversations, form, request_rate, max_concurrency) -> list
 
         async def converse(conversation: Conversation) -> list[Timeline]:
             prompt, timelines = [], []
-            for turn in conversation:
+            for number, turn in enumerate(conversation, 1):
                 prompt += turn.segments
                 async with limit:
-                    timelines.append(await stream(session, url, encode(form(prompt), turn.output_len)))
+                    timeline = await stream(session, url, encode(form(prompt), turn.output_len))
+                timelines.append(dataclasses.replace(timeline, turn=number))
                 prompt.append(text(timelines[-1].output_ids))
             return timelines
 

@@ -66,9 +66,18 @@ def summarise(stages: list[list[Timeline]]) -> dict:
             for ours, name in LATENCIES.items()
             for statistic, theirs in STATISTICS.items()
         },
+        "ttft_ms_turns": [round(1000 * statistics.median(times), 3) for times in ttft_by_turn(timelines)],
         "ttft_ms_stages": [round(mean_ttft(stage) * 1000, 3) for stage in stages],
         "duration_s_stages": [round(seconds, 4) for seconds in durations],
     }
+
+
+def ttft_by_turn(timelines: list[Timeline]) -> list[list[float]]:
+    """Seconds to the first token of the first turns of conversations, of the second, and so on."""
+    times: list[list[float]] = [[] for _ in range(max(timeline.turn for timeline in timelines))]
+    for timeline in timelines:
+        times[timeline.turn - 1].append(timeline.arrivals[0][0] - timeline.sent)
+    return times
 
 
 def mean_ttft(timelines: list[Timeline]) -> float:

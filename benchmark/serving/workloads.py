@@ -265,6 +265,27 @@ class Latency(Workload):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns(Workload):
+    """One conversation at a time: a question behind chunks not seen before, then further questions."""
+
+    chunk_len: int = option("tokens of a chunk", 1024, least=1)
+    chunks: int = option("chunks of the first turn", 10, least=1)
+    turns: int = option("questions of a conversation", 4, least=2)
+    question_len: int = option("tokens of a question", 32, least=1)
+    output_len: int = option("tokens of an answer", 64, least=1)
+    num_prompts: int = option("conversations", 5, least=1)
+
+    def stages(self, seed: int, encode: Encode) -> list[Stage]:
+        rng = random.Random(seed)
+
+        def turn(number: int) -> Turn:
+            new = [] if number else [chunk(random_tokens(rng, self.chunk_len)) for _ in range(self.chunks)]
+            return Turn([*new, text(random_tokens(rng, self.question_len))], self.output_len)
+
+        return [Stage("turns", [[turn(number) for number in range(self.turns)]]) for _ in range(self.num_prompts)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch(Workload):
     """Requests that decode together: all at once with new chunks (`cold`), then again and again with the same chunks in
     the same order, each time with new questions (`steady`)."""
@@ -299,5 +320,6 @@ WORKLOADS: dict[str, type[Workload]] = {
     "agent": Agent,
     "chat": Chat,
     "latency": Latency,
+    "turns": Turns,
     "batch": Batch,
 }

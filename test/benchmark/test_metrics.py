@@ -1,6 +1,7 @@
 """Metrics computed from hand-made timelines, and how conversations are sent."""
 
 import asyncio
+import dataclasses
 import math
 import types
 
@@ -55,6 +56,12 @@ def test_stages_add_up():
     assert found["request_throughput"] == 0.5
     assert found["ttft_ms_stages"] == [500, 250]
     assert found["duration_s_stages"] == [1, 3]
+
+
+def test_turns_have_medians_of_their_own():
+    """Two conversations, the second of which ends after a turn."""
+    first = [dataclasses.replace(timeline(n, (n + wait, 1)), turn=n) for n, wait in ((1, 0.3), (2, 0.1))]
+    assert summarise([first, [timeline(9, (9.5, 1))]])["ttft_ms_turns"] == [400, 100]
 
 
 def test_hit_rates_count_tokens():
@@ -131,7 +138,7 @@ def test_conversations_grow(fake_server):
     """A turn's prompt is all earlier turns, each with its answer, and the new question."""
     turns = [Turn([text([1]), chunk([2])], 1), Turn([text([3])], 1), Turn([chunk([2]), text([4])], 1)]
     timelines = load.send("url", [turns], as_chunks, request_rate=math.inf, max_concurrency=None, seed=0)
-    assert len(timelines) == 3
+    assert [timeline.turn for timeline in timelines] == [1, 2, 3]
     first = [text([1]), chunk([2])]
     second = [*first, text([2]), text([3])]
     third = [*second, text([4]), chunk([2]), text([4])]

@@ -19,6 +19,7 @@ from benchmark.serving.workloads import (
     Synthetic,
     Trace,
     Traffic,
+    Turns,
     draw_distinct,
     zipf_weights,
 )
@@ -131,6 +132,22 @@ def test_agent():
         seen.update(tuple(chunk) for turn in conversation for chunk in chunks_of(turn.segments))
     assert len(openings) == 1
     assert len(seen) == 3 and sum(seen.values()) == 24
+
+
+def test_turns():
+    """Conversations one at a time: chunks in the first turn only, which no other conversation has."""
+    stages = Turns(chunks=3, chunk_len=4, turns=3, question_len=2, output_len=5, num_prompts=2).stages(0, encode)
+    assert [stage.phase for stage in stages] == ["turns"] * 2
+    seen = []
+    for stage in stages:
+        ((first, *others),) = stage.conversations
+        assert [len(ids) for ids in chunks_of(first.segments)] == [4] * 3 and len(others) == 2
+        seen += chunks_of(first.segments)
+        for turn in (first, *others):
+            assert turn.segments[-1]["type"] == "text" and len(turn.segments[-1]["input_ids"]) == 2
+            assert turn.output_len == 5
+        assert all(len(turn.segments) == 1 for turn in others)
+    assert len({*map(tuple, seen)}) == 6
 
 
 def test_latency():
