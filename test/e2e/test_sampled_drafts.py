@@ -52,7 +52,8 @@ def served(request, model_dir, with_plugin):
     if ON_GPU:
         from sglang_lazy import Engine
 
-        engine = Engine(**{**ENGINE, "max_total_tokens": 20000, "attention_backend": "fa3", **options})
+        graphs = {"cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [BATCH]}  # few, to start soon
+        engine = Engine(**{**ENGINE, **graphs, "max_total_tokens": 20000, "attention_backend": "fa3", **options})
     else:
         with with_plugin(sampled_drafts.load):
             engine = EngineProcess(**{**SERVER, **options})
