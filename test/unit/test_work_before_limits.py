@@ -200,7 +200,7 @@ def test_a_batch_of_prompts_gives_way(together):
 
     async def run():
         task = asyncio.ensure_future(other())
-        begin(None, None)
+        begin(lambda *_request: None, None, None)
         if together:
             await asyncio.gather(*(tokenize() for _ in range(10)))
         else:
