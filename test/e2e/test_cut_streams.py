@@ -37,7 +37,7 @@ SERVERS = {
     "in turn": (2, IN_TURN),
 }
 """By name, the places of each server and its flags."""
-TESTED = [*SERVERS] if NUM_CUTS >= 1000 else [*SERVERS][:2]
+TESTED = [*SERVERS] if NUM_CUTS >= 1000 else ["in turn, host tier", pytest.param("overlap", marks=pytest.mark.nightly)]
 PATIENCE = 120  # seconds
 PIECE = 8  # tokens, so that a long chunk takes a hundred passes
 LINKS = ("block", "block", "base", "epic:tokens=4", "copy", "query:ratio=0.2", "blend:ratio=0.2", "static:ratio=0.2")

@@ -20,6 +20,7 @@ from support.template import NUM_SPARES
 pytestmark = [
     pytest.mark.skipif(not forks.FORKS, reason="nothing is forked with a GPU, or where LAZY_FORKS=0 forbids it"),
     pytest.mark.slow,
+    pytest.mark.nightly,  # servers of all other tests are such forks
 ]
 
 

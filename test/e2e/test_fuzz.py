@@ -20,7 +20,7 @@ from sglang_lazy.testing import device_flags, log_tail, running_server
 
 pytestmark = pytest.mark.slow  # starts a server
 
-NUM_REQUESTS = int(os.environ.get("LAZY_FUZZ_REQUESTS", "1500"))
+NUM_REQUESTS = int(os.environ.get("LAZY_FUZZ_REQUESTS", "1000"))
 PATIENCE = 60  # seconds
 
 

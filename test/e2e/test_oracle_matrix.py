@@ -168,7 +168,7 @@ def on_one_worker(name: str, *more):
 @pytest.fixture(
     scope="module",
     params=[
-        on_one_worker(name, *([pytest.mark.nightly] if name in OTHERS else []))
+        on_one_worker(name, *([pytest.mark.nightly] if name in (*OTHERS, "gpt-oss copies") else []))
         for name in (*SERVABLE, "glm4 copies", "gpt-oss copies")
     ],
 )
@@ -245,7 +245,7 @@ def test_other_models(name, model_dir, with_plugin):
         served.engine.shutdown()
 
 
-@pytest.mark.parametrize("name", [on_one_worker(name) for name in ("gpt-oss", "gemma4")])
+@pytest.mark.parametrize("name", [on_one_worker("gpt-oss"), on_one_worker("gemma4", pytest.mark.nightly)])
 def test_few_slots_for_windows(name, model_dir):
     """Window layers have a fifth of the others' slots: chunks lose the window KV that no prompt reads, and some of the
     rest."""

@@ -101,7 +101,7 @@ def qwen(request, model_dir, with_plugin):
 @pytest.mark.parametrize(
     "qwen",
     [
-        on_one_worker("qwen3.5"),
+        on_one_worker("qwen3.5", pytest.mark.nightly),
         on_one_worker("qwen3.5 with overlap"),
         on_one_worker("qwen3.5-vl-moe", pytest.mark.nightly),
         on_one_worker("qwen3.5 on two ranks", pytest.mark.nightly),
@@ -116,7 +116,12 @@ def test_scenarios_of_qwen(qwen):
 
 
 @pytest.mark.parametrize(
-    "qwen", map(on_one_worker, ["qwen3.5", "qwen3.5 with overlap", "qwen3.5-vl-moe"]), indirect=True
+    "qwen",
+    [
+        on_one_worker("qwen3.5", pytest.mark.nightly),
+        *map(on_one_worker, ["qwen3.5 with overlap", "qwen3.5-vl-moe"]),
+    ],
+    indirect=True,
 )
 def test_second_turns_of_qwen(qwen):
     """The state after an answer is that after its last accepted token. An answer that ends within a run has none, and
