@@ -3,6 +3,7 @@
 The hooks are read from the modules that declare them. Only their order stands here.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 
 from sglang_lazy.port import plugin
@@ -103,6 +104,7 @@ What of SGLang's is changed, where, and what for: each row is one hook, in the o
 targets. Written by `python -m tools.hook_page`; [design](design.md#packages-and-the-port) says how hooks are
 applied, [contributing](../CONTRIBUTING.md#move-to-another-sglang) how they are checked. Without a *required* hook no
 process starts, and by the end of the self-test each must have run; a *feature* runs for some requests or flags only.
+Either can go where SGLang asks a plugin itself, as it does for caches, attention backends and flags.
 """
 
 
@@ -139,9 +141,10 @@ def page() -> str:
         lines += [f"## {step}", "", *table("SGLang's", "when", "role", "what for", "module", rows=rows), ""]
     repairs = [hook for hook in hooks if hook.role == "repair"]
     rows = [[f"`{short(hook)}`", hook.kind.lower(), hook.why, hook.until, f"`{module_of(hook)}`"] for hook in repairs]
-    lines += ["## Repairs", "", "A server starts without them.", ""]
+    lines += ["## Repairs", "", "A server starts without them. Some have an issue or a pull request of SGLang's.", ""]
     lines += table("SGLang's", "when", "what for", "can go when", "module", rows=rows)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return re.sub(r"sglang#(\d+)", r"[sglang#\1](https://github.com/sgl-project/sglang/issues/\1)", text)
 
 
 if __name__ == "__main__":
