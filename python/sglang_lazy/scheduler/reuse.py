@@ -21,6 +21,13 @@ def reused_tokens(state: LinkedRequest, num_cached: int, unused: int, is_finishe
     }
 
 
+def with_unused_hits(known: dict[str, Any] | None, unused: int, is_finished: bool) -> dict[str, Any] | None:
+    """What SGLang reports of a request that reuses no chunk, `known`, with its hits.  unused: see `hits_by_chunk`."""
+    if not unused:
+        return known
+    return {**(known or {"device": 0, "host": 0}), "chunk": 0, **hits_by_chunk(None, unused, is_finished)}
+
+
 def hits_by_chunk(state: LinkedRequest | None, unused: int, is_finished: bool) -> dict[str, str]:
     """Which chunks of a prompt were cached, a bit mask; once it has been answered, also those that it reuses in part.
 

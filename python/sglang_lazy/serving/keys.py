@@ -4,6 +4,7 @@ import enum
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -19,6 +20,7 @@ from sglang_lazy.core.names import check_name
 
 MIN_LENGTH, MAX_LENGTH = 16, 256
 """Characters of a key."""
+HIDDEN = "<redacted>"
 SCOPE = "_lazy_scope"
 """Attribute of an endpoint: the scope that opens it."""
 KEY = "sglang_lazy.key"
@@ -223,3 +225,17 @@ def _refusal(key: Key, needed: Needed, salts: list[str]) -> str | None:
     if key.tenant is not None and any(salt != key.tenant for salt in salts):
         return f"this key is bound to a tenant, and {SALT_HEADER} names another"
     return None
+
+
+def without_secrets(shown: Mapping[str, Any], names: Collection[str], command: str) -> dict[str, Any]:
+    """What a server shows of itself, with the values of these names hidden, also in the command line that started it.
+
+    command: the name of that line.
+    """
+    secrets = {name: shown[name] for name in names if shown.get(name)}
+    shown = {**shown, **dict.fromkeys(secrets, HIDDEN)}
+    if isinstance(line := shown.get(command), str):
+        for secret in secrets.values():
+            line = re.sub(rf"(--\S+[ =]){re.escape(secret)}(?!\S)", rf"\1{HIDDEN}", line)
+        shown[command] = line
+    return shown

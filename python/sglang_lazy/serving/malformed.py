@@ -107,6 +107,16 @@ def check_sampling(params: Mapping[str, Any], vocab_size: int) -> None:
         raise ValueError(f"with min_new_tokens, stop_token_ids must be in the vocabulary, which has {vocab_size}")
 
 
+def check_one(given: Mapping[str, Any], has_media: bool, vocab_size: int) -> None:
+    """Raise ValueError for a prompt that would crash the scheduler.  given: its request's fields.
+
+    has_media: whether tokens outside the vocabulary may stand for images or the like.
+    """
+    check_ids(None if has_media else given["input_ids"], vocab_size)
+    check_logprobs(given.get("top_logprobs_num"), given.get("logprob_start_len"), vocab_size)
+    check_sampling(given["sampling_params"] or {}, vocab_size)
+
+
 def check_detokenized(tokens: Sequence[Any]) -> None:
     """Raise ValueError for numbers to decode, or lists of them, that do not fit in 32 bits."""
     for item in tokens:

@@ -12,7 +12,6 @@
 """
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,11 +21,11 @@ from starlette.background import BackgroundTask
 
 from sglang_lazy.core.remembered import Field, Remembered, deep_size
 from sglang_lazy.port.hooks import Hooks
+from sglang_lazy.serving.keys import without_secrets
 
 SECONDS = 2
 """How long after a stream has ended its request is aborted."""
 _BEGUN = "_sglang_lazy_begun"
-HIDDEN = "<redacted>"
 _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Flags whose values open something."""
 CAPACITY = 1 << 28
@@ -45,7 +44,7 @@ def begin(_result: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> 
 
 @_TOKENIZER_MANAGER.repair("create_abort_task", "AROUND", *_ABORTS)
 def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
-    """Around `TokenizerManager.create_abort_task`: abort what still runs of this request."""
+    """Abort what still runs of this request."""
 
     async def abort() -> None:
         await asyncio.sleep(SECONDS)
@@ -57,7 +56,10 @@ def create_abort_task(_create: Any, manager: Any, obj: Any) -> BackgroundTask:
 
 
 @HOOKS.on("sglang.srt.utils.auth").repair(
-    "decide_request_auth", "AROUND", "API keys that are not ASCII", "SGLang compares keys as bytes"
+    "decide_request_auth",
+    "AROUND",
+    "API keys that are not ASCII",
+    "SGLang compares keys as bytes (sglang#38122)",
 )
 def decide(original: Callable, **request: Any) -> AuthDecision:
     """A key that is not ASCII is a wrong one. Comparing it raises TypeError."""
@@ -68,7 +70,7 @@ def decide(original: Callable, **request: Any) -> AuthDecision:
 
 
 @HOOKS.on("sglang.srt.sampling.watermarking.core").repair(
-    "redact_watermark_secrets", "AROUND", "`/server_info` shows no keys", "SGLang hides them"
+    "redact_watermark_secrets", "AROUND", "`/server_info` shows no keys", "SGLang hides them (sglang#39449)"
 )
 def hide(original: Callable, value: Any, **options: Any) -> Any:
     """Around `redact_watermark_secrets`, which goes through all that the server shows of itself: hide keys as well.
@@ -76,15 +78,7 @@ def hide(original: Callable, value: Any, **options: Any) -> Any:
     It calls itself for each value of a dictionary, so one level at a time is seen to here.
     """
     result = original(value, **options)
-    if not isinstance(result, dict):
-        return result
-    secrets = {name: result[name] for name in _SECRETS if result.get(name)}
-    result = {**result, **dict.fromkeys(secrets, HIDDEN)}
-    if isinstance(command := result.get("launch_command"), str):
-        for secret in secrets.values():
-            command = re.sub(rf"(--\S+[ =]){re.escape(secret)}(?!\S)", rf"\1{HIDDEN}", command)
-        result["launch_command"] = command
-    return result
+    return without_secrets(result, _SECRETS, "launch_command") if isinstance(result, dict) else result
 
 
 @HOOKS.on("sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses").repair(
@@ -100,7 +94,7 @@ def bound(_result: Any, serving: Any, *_args: Any, **_kwargs: Any) -> None:
     ("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"),
     "AROUND",
     "no adapter is loaded for one of several tokenizer workers alone",
-    "SGLang's workers share a registry",
+    "SGLang's workers share a registry (sglang#31084)",
 )
 async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: Any) -> Any:
     """Around calls that load or unload an adapter: refuse them with several tokenizer workers."""

@@ -21,14 +21,11 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils import get_bool_env_var, kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
+from sglang_lazy.core.log_lines import Indented
 from sglang_lazy.port.hooks import Hooks
 
 GRACE = 10
 """Seconds in which clients must have sent the rest of their requests, and received their answers."""
-
-_LINE_BREAKS = dict.fromkeys((*range(0x0A, 0x0E), 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029), "\n    ")
-_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F) if chr(code) != "\t"} | _LINE_BREAKS
-"""How characters of messages are written into a log."""
 
 _server: Any = None
 """The uvicorn server of this process, if it has one."""
@@ -56,7 +53,7 @@ class Grandchild:
     "start",
     "BEFORE",
     "a server ends when a scheduler under a data-parallel controller dies",
-    "SGLang's watchdog sees these schedulers",
+    "SGLang's watchdog sees these schedulers (sglang#35804)",
 )
 def watch_schedulers(watchdog: Any) -> None:
     """Also watch the schedulers of data-parallel ranks.
@@ -77,7 +74,7 @@ def watch_schedulers(watchdog: Any) -> None:
     "SGLang dumps only where it was asked to",
 )
 def skip_impossible_dump(_manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `TokenizerManager.dump_requests_before_crash`: do not wait for a CUDA core dump that nobody enabled.
+    """Do not wait for a CUDA core dump that nobody enabled.
 
     During that minute the server would accept requests and answer none.
     """
@@ -148,7 +145,7 @@ def keep_server(server: Any, *_args: Any, **_kwargs: Any) -> None:
     "SGLang closes the port first",
 )
 async def close_when_answered(end: Callable, manager: Any) -> None:
-    """Around `TokenizerManager.sigterm_watchdog`: close the port when all requests have been answered.
+    """Close the port when all requests have been answered.
 
     Stock SGLang would leave it open while it waits for its schedulers: requests that arrive in that time would hang.
     Then it would wait for all clients, even those that send no more or whose answers no scheduler is left to finish:
@@ -175,18 +172,9 @@ def _ends_at_once(manager: Any) -> bool:
     return manager.server_status == ServerStatus.UnHealthy or get_bool_env_var("SGL_FORCE_SHUTDOWN")
 
 
-class _Indented(logging.Formatter):
-    def __init__(self, stock: logging.Formatter):
-        super().__init__()
-        self._stock = stock
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._stock.format(record).translate(_ESCAPED)
-
-
 @_COMMON.repair("configure_logger", "AFTER", "clients cannot forge lines of the log", "SGLang escapes what it logs")
 def indent_lines(_result: Any, *_args: Any, **_kwargs: Any) -> None:
     """Indent all lines of a message but the first."""
     for handler in logging.root.handlers:
-        if not isinstance(handler.formatter, _Indented):
-            handler.setFormatter(_Indented(handler.formatter or logging.Formatter()))
+        if not isinstance(handler.formatter, Indented):
+            handler.setFormatter(Indented(handler.formatter or logging.Formatter()))

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 HOOKS = Hooks()
 _SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
 _UPDATER = HOOKS.on("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
-_ANSWERED = "SGLang answers errors of these messages"
+_ANSWERED = "SGLang answers errors of these messages (sglang#24123)"
 
 
 # mypy does not know that msgspec structs take class arguments.
@@ -109,7 +109,7 @@ def handle_postponed(_result: Any, scheduler: Any, _messages: list[Any]) -> None
     ("release_memory_occupation", *UPDATES),
     "AROUND",
     "weight updates wait for an idle scheduler",
-    "SGLang refuses them before it changes anything",
+    "SGLang refuses them before it changes anything (sglang#14062)",
 )
 def when_idle(handler: Callable, updater: Any, message: Any) -> Any:
     """Around handlers of `SchedulerWeightUpdaterManager` that SGLang lets fail unless the scheduler is idle.

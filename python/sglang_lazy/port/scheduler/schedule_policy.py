@@ -69,8 +69,8 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
 
 @_PREFILL_ADDER.required("add_one_req", "AROUND", "scheduler", "a batch ends after a fill that fits only in part")
 def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
-    """Around `PrefillAdder.add_one_req`: stop after a request that fits only in part, since it may be a fill. SGLang
-    would continue if the pool of window KV has cut it and the batch has room.
+    """Stop after a request that fits only in part, since it may be a fill. SGLang would continue if the pool of window
+    KV has cut it and the batch has room.
 
     Only users' requests count for --prefill-max-requests and for the delay of prefills.
     """

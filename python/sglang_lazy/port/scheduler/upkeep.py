@@ -16,7 +16,7 @@ from sglang_lazy.chunks.metrics import ChunkMetrics
 from sglang_lazy.core.state import LinkedRequest, linked, unused_hits
 from sglang_lazy.port.facts import admission_of
 from sglang_lazy.port.hooks import Hooks
-from sglang_lazy.scheduler.reuse import hits_by_chunk, reused_tokens
+from sglang_lazy.scheduler.reuse import reused_tokens, with_unused_hits
 
 COLLECTIONS = 2
 """Freeze after so many collections of the middle generation, each after some thousands of new objects."""
@@ -37,9 +37,7 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
     def details(req: Req) -> dict | None:
         state, unused = linked(req), unused_hits(req)
         if state is None:
-            known = get_cached_tokens_details(req)
-            hits = hits_by_chunk(None, unused, req.finished())
-            return {**(known or {"device": 0, "host": 0}), "chunk": 0, **hits} if unused else known
+            return with_unused_hits(get_cached_tokens_details(req), unused, req.finished())
         reported = cached_tokens_details(req, state)
         if "storage" in reported:  # as SGLang reports it
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.tiers.storage.name

@@ -47,7 +47,7 @@ _SAMPLING = Parameters(
     free=("custom_params",),
 )
 convert_sampling_params = functools.partial(_SAMPLING.convert_each, "sampling_params")
-_REFUSED = "SGLang refuses them with a 400"
+_REFUSED = "SGLang refuses them with a 400 (such as sglang#28960, sglang#40076)"
 HOOKS = Hooks()
 _INPUT = "sglang.srt.managers.io_struct.GenerateReqInput"
 
@@ -92,7 +92,7 @@ async def _check_body(parameters: dict[str, Any]) -> None:
     "normalize_batch_and_arguments", "AROUND", "malformed batches are refused", _REFUSED
 )
 def check_lists(normalize: Callable, obj: Any) -> None:
-    """Around `normalize_batch_and_arguments` of requests: convert values, check that lists have one for each prompt."""
+    """Convert values, check that lists have one for each prompt."""
     if isinstance(obj.input_ids, Mapping):  # in `/api/chat`: Transformers 5 renders a chat template to a mapping
         obj.input_ids = obj.input_ids["input_ids"]
     with reading():
@@ -109,10 +109,7 @@ def check_samples(_result: Any, obj: Any) -> None:
 
 def check_one(obj: Any, vocab_size: int) -> None:
     """Raise ValueError for a single request that would crash the scheduler."""
-    malformed.check_ids(None if obj.contains_mm_input() else obj.input_ids, vocab_size)
-    top, start = getattr(obj, "top_logprobs_num", None), getattr(obj, "logprob_start_len", None)
-    malformed.check_logprobs(top, start, vocab_size)
-    malformed.check_sampling(obj.sampling_params or {}, vocab_size)
+    malformed.check_one(vars(obj), obj.contains_mm_input(), vocab_size)
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 

@@ -58,7 +58,7 @@ async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
 
 @_TOKENIZER_MANAGER.feature("_tokenize_texts", "AROUND", "long prompts are tokenized in threads")
 async def tokenize_texts(tokenize: Callable, manager: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `TokenizerManager._tokenize_texts`: tokenize long texts in a thread, unless SGLang does."""
+    """Tokenize long texts in a thread, unless SGLang does."""
     if manager.async_dynamic_batch_tokenizer is not None or (size := num_characters(texts)) < LARGE:
         return await tokenize(manager, texts, *args, **kwargs)
     return await in_thread(size, finished, tokenize(manager, texts, *args, **kwargs))
@@ -103,8 +103,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     "_create_tokenized_object", "AFTER", "tokenizer", "schedulers get the tenant of each request"
 )
 def to_scheduler(tokenized: Any, *_args: Any) -> Any:
-    """After `TokenizerManager._create_tokenized_object`: end the client's key, and send the layout, which is of a class
-    of ours that msgpack does not know, as a plain string. The scheduler trusts this process."""
+    """End the client's key, and send the layout, which is of a class of ours that msgpack does not know, as a plain
+    string. The scheduler trusts this process."""
     if getattr(tokenized, "extra_key", None):
         tokenized.extra_key += KEY_END
     params = tokenized.sampling_params
@@ -115,7 +115,7 @@ def to_scheduler(tokenized: Any, *_args: Any) -> Any:
 
 @_TOKENIZER_MANAGER.required("_wait_one_response", "AROUND", "tokenizer", "answers report reused chunks")
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
-    """Around `TokenizerManager._wait_one_response`: add the link and the chunk report to a request's last output.
+    """Add the link and the chunk report to a request's last output.
 
     SGLang calls it once the request has been sent to the scheduler. If the scheduler refuses it, ValueError is raised
     even in a stream, so that APIs can answer with an error.
@@ -140,7 +140,7 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
 
 @_TOKENIZER_MANAGER.feature("abort_request", "BEFORE", "a shadow ends when everything is aborted")
 def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Before `TokenizerManager.abort_request`: if all requests are aborted, do not start the shadow again."""
+    """If all requests are aborted, do not start the shadow again."""
     shadow = frontend_of(manager).shadow
     if shadow is not None and abort_all:
         shadow.cancel()
