@@ -1,4 +1,12 @@
-"""Which models are supported, and the refusal of a server that cannot reuse chunks."""
+"""What is supported: models, and what SGLang's flags name; and the refusal of a server that cannot reuse chunks."""
+
+ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
+
+DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE", "NGRAM"), 7
+"""The algorithms of speculative decoding, as SGLang resolves them, and the most drafts in a chain."""
+
+STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
+"""The storage backends that store objects of any length."""
 
 TESTED = frozenset(
     {

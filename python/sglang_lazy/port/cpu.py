@@ -37,13 +37,6 @@ def backends_for_cpu(flags: Any) -> dict[str, str]:
     return chosen
 
 
-def unfit_for_cpu(args: Any) -> str | None:
-    """Why a server with these flags would end on a CPU, or None."""
-    if args.device == "cpu" and args.grammar_backend == "xgrammar":
-        return "--grammar-backend xgrammar masks tokens on a GPU: on a CPU, leave it out or use llguidance or outlines"
-    return None
-
-
 def replace_triton(args: Any, resolve: Callable[[Any], None]) -> None:
     """Around SGLang's resolution of the attention backend, after its check that the model supports it: on a CPU,
     replace triton by torch_native. For Gemma 4, SGLang accepts only GPU backends.

@@ -42,11 +42,6 @@ def pass_of(batch: Any) -> Pass:
     )
 
 
-def num_queries(args: Any) -> int:
-    """The tokens of a request in one decode step: with speculation, all that are verified."""
-    return flags_of(args).speculative_num_draft_tokens or 1
-
-
 def dp_size() -> int:
     return get_parallel().dp_size
 

@@ -12,7 +12,6 @@ from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import unfit_config, unfit_flags
 from sglang_lazy.port.model.recurrent import unfit_states
@@ -31,8 +30,10 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
 
     Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy.
     """
-    if reason := unfit_for_cpu(args):
-        raise ValueError(reason)
+    if args.device == "cpu" and args.grammar_backend == "xgrammar":
+        raise ValueError(
+            "--grammar-backend xgrammar masks tokens on a GPU: on a CPU, leave it out or use llguidance or outlines"
+        )
     args.resolve_once()
     if flags_of(args).radix_cache_backend is None:
         raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")

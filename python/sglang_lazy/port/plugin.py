@@ -65,10 +65,11 @@ def install() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_lazy.comb import config as comb_config
+    from sglang_lazy.core import supported
     from sglang_lazy.port import cpu
-    from sglang_lazy.port.model import compat, model_runner
+    from sglang_lazy.port.model import model_runner
 
-    for name in compat.ATTENTION_BACKENDS:
+    for name in supported.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
     register_resolution_hook("handle_deprecated_dp_attention")(choose_flags)  # the first step

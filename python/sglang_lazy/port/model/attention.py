@@ -26,7 +26,7 @@ from sglang_lazy.attention.rows import LinkedBatch, StockRows
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device
 from sglang_lazy.core.model import DecodePlan, ServedModel
-from sglang_lazy.port.facts import num_queries
+from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.graphs import batch_of_graph, captures_linked_rows
 from sglang_lazy.port.model.compat import kv_scales
 from sglang_lazy.port.model.layers import attention_layers
@@ -122,9 +122,8 @@ class LinkAttention(AttentionBackend):
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
         self.link_layers: dict[int, tuple[tuple, Layer]] = {}
-        self.link_decode = DecodeRows(
-            table, runner.req_to_token_pool.req_to_token, model, num_queries(runner.server_args)
-        )
+        verified = flags_of(runner.server_args).speculative_num_draft_tokens or 1  # tokens of a request in one step
+        self.link_decode = DecodeRows(table, runner.req_to_token_pool.req_to_token, model, verified)
         compiled = set()
         for attn, _ in attention_layers(runner.model):
             # Triton's kernels contain the scale, of which an fp8 cache's is a part.

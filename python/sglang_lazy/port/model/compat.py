@@ -15,19 +15,11 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy.validation import FP8
-from sglang_lazy.core.supported import TESTED
+from sglang_lazy.core.supported import ATTENTION_BACKENDS, DRAFTING, MAX_DRAFTS, STORAGE_BACKENDS, TESTED
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import INV_FREQ, attention_layers, attention_modules
 from sglang_lazy.port.model.recurrent import Recurrence
-
-ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
-
-DRAFTING, MAX_DRAFTS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE", "NGRAM"), 7
-"""The algorithms of speculative decoding, as SGLang resolves them, and the most drafts in a chain."""
-
-STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
-"""The storage backends that store objects of any length."""
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:
@@ -186,9 +178,15 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in attention_backends(runner.server_args):
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
+        flags = flags_of(runner.server_args)
         if not runner.spec_algorithm.is_none():
             reasons.append("--speculative-algorithm with cross-attention: not tested")
-        reasons += [reason for reason, applies in _unfit_comb(runner).items() if applies]
+        if flags.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules:
+            reasons.append(
+                "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too"
+            )
+        if flags.enable_torch_compile:
+            reasons.append("--enable-torch-compile: it would compile layers without the cross layers before them")
     return [*reasons, *unfit_layers(runner.model, may_lack_rotation=recurrence is not None)] or _unfit_pools(runner)
 
 
@@ -244,16 +242,3 @@ def _unfit_pools(runner: Any) -> list[str]:
                 "--disable-hybrid-swa-memory SGLang has one pool for heads of two shapes"
             ]
     return []
-
-
-def _unfit_comb(runner: Any) -> dict[str, bool]:
-    """Reasons in the flags for a model that reads chunks through an encoder, each with whether it applies."""
-    flags = flags_of(runner.server_args)
-    return {
-        "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
-            bool(flags.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
-        ),
-        "--enable-torch-compile: it would compile layers without the cross layers before them": (
-            flags.enable_torch_compile
-        ),
-    }

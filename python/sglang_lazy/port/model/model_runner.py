@@ -42,8 +42,8 @@ HOOKS = Hooks()
     "from_server_args", "AFTER", "window layers keep the KV of all tokens where one pool serves all layers"
 )
 def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `ModelConfig.from_server_args`: if chunks may be reused, let window layers keep the KV of all tokens with
-    the host tier, which copies one pool, and if all layers have windows. One pool needs heads of one shape."""
+    """If chunks may be reused, let window layers keep the KV of all tokens with the host tier, which copies one pool,
+    and if all layers have windows. One pool needs heads of one shape."""
     may_fit = LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ())
     if not config.is_hybrid_swa or not may_fit:
         return
@@ -156,7 +156,7 @@ def server_traits(runner: Any) -> ServerTraits:
     "forward_batch_generation", "AROUND", "scheduler", "forward passes know the linked rows of their batch"
 )
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Around `TpModelWorker.forward_batch_generation`: make a batch's linked rows known to its whole forward pass."""
+    """Make a batch's linked rows known to its whole forward pass."""
     table = table_of(worker.model_runner.req_to_token_pool)
     if table is None or batch is None or batch.forward_mode.is_target_verify():  # in a step of `decode_with_drafts`
         return original(worker, batch, *args, **kwargs)
@@ -169,8 +169,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     "sglang.srt.speculative.frozen_kv_mtp_worker_v2.FrozenKVMTPWorkerV2",
 ).feature("forward_batch_generation", "AROUND", "so do those that draft and verify")
 def decode_with_drafts(original: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `forward_batch_generation` of workers that draft: the same in decode, where they draft and verify. In
-    prefill they call the target's worker."""
+    """The same for a step of decode that drafts and verifies. In prefill these workers call the target's."""
     runner = worker.target_worker.model_runner
     table = table_of(runner.req_to_token_pool)
     if table is None or not batch.forward_mode.is_decode():
@@ -210,7 +209,7 @@ def linking(batch: Any, runner: Any, table: SegmentTable) -> Iterator[None]:
     "execute", "AROUND", "passes of probes that end at the keys of a layer"
 )
 def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `EagerRunner.execute`: return no logits from a pass that ends at keys."""
+    """Return no logits from a pass that ends at keys."""
     try:
         return original(eager_runner, *args, **kwargs)
     except KeysStored:
@@ -228,7 +227,7 @@ def involves_chunks(batch: Any, table: SegmentTable) -> bool:
     "init_new", "AFTER", "scheduler", "tokens of linked rows have their own positions"
 )
 def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After `ForwardBatch.init_new`: set positions explicitly, since rows are permuted."""
+    """Set positions explicitly, since rows are permuted."""
     table = table_of(runner.req_to_token_pool)
     if table is not None and table.current is not None and table.current.rows:
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
@@ -251,7 +250,7 @@ def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> 
     "can_run_graph", "AROUND", "batches that prefill graphs do not fit run without"
 )
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
-    """Around `PrefillCudaGraphRunner.can_run_graph`: do not pad a large batch with chunks to the size of a graph."""
+    """Do not pad a large batch with chunks to the size of a graph."""
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)
