@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from fakes import eager_metrics
 from sglang_lazy.scheduler import warnings
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import free_ports, wait_for
@@ -50,6 +51,7 @@ class Server:
         assert requests.post(f"{self.url}/flush_cache?timeout=30", timeout=60).ok
 
     def families(self):
+        requests.get(f"{self.url}/server_info", timeout=60)  # an idle scheduler looks up from its sleep, and publishes
         text = requests.get(f"{self.url}/metrics", timeout=60).text
         return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -94,13 +96,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def running(tiny_model, tmp_path_factory):
+def running(tiny_model, tmp_path_factory, with_plugin):
     log = tmp_path_factory.mktemp("metrics") / "server.log"
     (port,) = free_ports(1)
     flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", *device_flags(), "--enable-metrics"]
     flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     flags += ["--lazy-chunk-separator", "##", "--lazy-chunk-roles", "tool"]  # of text; others here send tokens
-    with running_server([*flags, "--decode-log-interval", "1"], log) as url:
+    with with_plugin(eager_metrics.load), running_server([*flags, "--decode-log-interval", "1"], log) as url:
         yield Server(url, f"tcp://127.0.0.1:{port}", log)
 
 

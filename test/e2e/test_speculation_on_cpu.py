@@ -25,7 +25,9 @@ NUM_TOKENS = 24
 @pytest.mark.parametrize(
     "overlap", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["overlap", "synchronous"]
 )
-@pytest.mark.parametrize("algorithm", ["STANDALONE", pytest.param("EAGLE", marks=pytest.mark.nightly), "EAGLE3"])
+@pytest.mark.parametrize(
+    "algorithm", ["STANDALONE", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("EAGLE", "EAGLE3"))]
+)
 def test_stock_answers_are_those_without_drafts(algorithm, overlap, model_dir, stock_path, with_plugin, tmp_path):
     """Prompts in one batch and a second turn, whose tokens are cached."""
     target, dice = build("llama", model_dir), Dice("drafts")

@@ -187,7 +187,7 @@ def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_mod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm_up", [[], ["--skip-server-warmup"]])
+@pytest.mark.parametrize("warm_up", [[], pytest.param(["--skip-server-warmup"], marks=pytest.mark.nightly)])
 def test_a_server_does_not_get_up_with_a_hook_that_never_runs(tiny_model, with_plugin, warm_up):
     """Found by the self-test, which needs no warm-up of SGLang's."""
     flags = ["--model-path", tiny_model, *device_flags(), "--max-total-tokens", "1000", *warm_up]
