@@ -53,7 +53,11 @@ WAYS = {
     # Windows, in a pool of their own, and sinks, of which the draft has none
     "EAGLE3 gpt-oss": {**options_of("gpt-oss", attention_backend="fa3", chunked_prefill_size=1024), **chain(3)},
     # A layer of their own drafts; Qwen3.5's recurrent layers keep a state at each draft
-    "NEXTN glm4-moe": {"attention_backend": "fa3", "chunked_prefill_size": 1024, **chain(3)},
+    "NEXTN glm4-moe": {
+        # One more expert than there are would be chosen, as the shared one counts where all are in one kernel
+        **dict(attention_backend="fa3", chunked_prefill_size=1024, disable_shared_experts_fusion=True),
+        **chain(3),
+    },
     "NEXTN qwen3.5": {"attention_backend": "fa3", "max_running_requests": 16, **chain(3)},
     # Windows, in a pool of their own; the draft reads the model's KV
     "FROZEN_KV_MTP gemma4": options_of("gemma4", **chain(3)),

@@ -43,12 +43,12 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
     order, clock = ORDERS.get(params.eviction_policy, ORDERS["lru"]), itertools.count(1)
     slots = params.token_to_kv_pool_allocator
     share = LazyConfig.current().host_share
-    with _host_share(1 - share), reserve_explained():
+    table = table_of(params.req_to_token_pool)
+    assert table is not None, "a server without chunk reuse has SGLang's cache"
+    with _host_share(1 - share, "layer_first" if table.recurrent is None else "page_first"), reserve_explained():
         on_gpu = torch.device(slots.device).type == "cuda"
         has_host = context.enable_hierarchical_cache and share < 1 and on_gpu
         plain = default_radix_cache_factory(dataclasses.replace(context, enable_hierarchical_cache=has_host))
-    table = table_of(params.req_to_token_pool)
-    assert table is not None, "a server without chunk reuse has SGLang's cache"
     own: Any = HybridSlots(slots) if context.is_hybrid_swa else slots
     tree = RadixTree(own, order, clock)
     windows = Windows(tree, WindowSlots(slots, params.sliding_window_size)) if context.is_hybrid_swa else None
@@ -96,16 +96,17 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
 
 
 @contextlib.contextmanager
-def _host_share(share: float) -> Iterator[None]:
+def _host_share(share: float, layout: str) -> Iterator[None]:
     """A context in which SGLang's flags give this share of the host's memory, and no storage.
 
     SGLang's own storage would hold one object per token at page size 1, named by tokens only; ours is connected later.
-    To a host laid out by pages the scheduler would copy token by token, 7 us each.
+    layout: of the host's memory. To one by pages the scheduler copies token by token, 7 us each; but SGLang keeps
+    recurrent states in no other.
     """
     flags = get_memory()
     changed = {
         "hicache_storage_backend": None,
-        "hicache_mem_layout": "layer_first",
+        "hicache_mem_layout": layout,
         "hicache_size": flags.hicache_size * share,
         "hicache_ratio": flags.hicache_ratio * share,
     }
