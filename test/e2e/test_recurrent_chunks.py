@@ -3,12 +3,15 @@ whose recurrence goes token by token. Models that are not core, and most on two 
 
 import contextlib
 import functools
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 import transformers
 from served import TWO_RANKS
+from test_served_policies import TRAINED, TRAINED_LINKS, with_tokens
 
 from fakes import hybrids_on_cpu
 from oracle.hybrids import HybridOracle
@@ -287,3 +290,21 @@ def test_the_chunk_that_the_question_attends_to_most_is_text(served, link):
 def test_nothing_is_held(served):
     """After all of the above. An idle server checks its accounting, and a leaked slot or lock ends it."""
     served.engine.flush_cache()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+def test_trained_tokens_around_chunks(name, model_dir, with_plugin, tmp_path):
+    """Of `kvlink`, which are text between chunks, and of `packet`, which are parts of them."""
+    folder, dice = tmp_path / "model", Dice("trained")
+    shutil.copytree(build_model(HYBRIDS[name], model_dir), folder)
+    (folder / "lazy_tokens.json").write_text(json.dumps(TRAINED))
+    a, b, c = dice.chunks(3, 20, 60)
+    start, question = dice.text(9), dice.text(12)
+    with serving(name, model_dir, with_plugin, model_path=str(folder)) as served:
+        for link in TRAINED_LINKS:
+            for prompt, hit in (([start, a, b, question], False), ([b, start, c, a, question], True)):
+                (output,) = served.ask(prompt, link=link)
+                assert hits(output) == [hit and segment is not c for segment in prompt if segment.kind == "chunk"]
+                served.compare(with_tokens(prompt, link), output, served.expected)
+        served.engine.flush_cache()
