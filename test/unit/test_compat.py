@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import json
 import pickle
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_lazy.attention.kernels import unfit_kernels
+from sglang_lazy.core.config import ENV_VAR
 from sglang_lazy.core.policy import ServerTraits, refusal
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
@@ -311,13 +313,20 @@ def test_recurrent_layers_of_a_model_that_drafts(monkeypatch):
         recurrent.with_states(object.__new__(HybridLinearAttnBackend), drafting)
 
 
-@pytest.mark.parametrize("strategy, share", [("extra_buffer", 0.2), ("extra_buffer_lazy", 0)])
-def test_states_take_memory_only_where_chunks_are_reused(monkeypatch, strategy, share):
-    """Of 2 GiB that SGLang has for KV and states."""
+@pytest.mark.parametrize(
+    "strategy, given, share",
+    [("extra_buffer", {}, 0.1), ("extra_buffer", {"state_share": 0.2}, 0.2), ("extra_buffer_lazy", {}, 0)],
+)
+def test_states_take_memory_only_where_chunks_are_reused(monkeypatch, strategy, given, share):
+    """Of 2 GiB that SGLang has for KV and states; by default the least, since KV is much larger."""
     layout = StateLayout(1, ((1, 256),), torch.float32)
     monkeypatch.setattr(recurrent, "state_layout", lambda config: layout)
-    args = Args(**{**WITH_STATES, "mamba_radix_cache_strategy": strategy})
-    configurator = SimpleNamespace(model_config=lfm2_config(), server_args=args)
+    monkeypatch.setattr(recurrent, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
+    monkeypatch.setenv(ENV_VAR, json.dumps(given))
+    args, config = Args(**{**WITH_STATES, "mamba_radix_cache_strategy": strategy}), lfm2_config()
+    config.head_dim, config.v_head_dim, config.get_num_kv_heads = 64, 32, lambda ranks: 8 // ranks
+    configurator = SimpleNamespace(model_config=config, server_args=args, kv_cache_dtype=torch.bfloat16)
+    assert recurrent.kv_bytes(configurator) == len(config.hf_config.full_attention_layer_ids) * 4 * (64 + 32) * 2
     left = recurrent.leave_room(lambda _, memory: memory, configurator, 2.0)
     assert left == pytest.approx(2 * (1 - share))
     memory = recurrent._memories.get(configurator.model_config, (0, 0))

@@ -264,7 +264,8 @@ BAD = [
     *({"kernels": value} for value in ("flashinfer", None)),
     *({"max_chunks": value} for value in (0, -1, 10**9, 8.0, "8", True)),
     *({name: value} for name in ("max_pinned", "shadow_rate") for value in (2, -0.1, float("nan"), "0.5", True)),
-    *({name: value} for name in ("chunk_pool", "state_share") for value in (0, 1, 1.0, float("inf"))),
+    *({"chunk_pool": value} for value in (0, 1, 1.0, float("inf"))),
+    *({"state_share": value} for value in (-0.1, 1, 1.0, float("inf"))),
     *({name: value} for name in ("preamble", "chunk_separator", "chunk_roles") for value in (None, 3, "\udc80")),
     *({"fallback": value} for value in (1, "yes")),
 ]
@@ -296,7 +297,7 @@ BAD_FLAGS = [
     (["--lazy-host-share", "0"], "argument --lazy-host-share: must be above 0 and at most 1, got 0.0"),
     (["--lazy-storage-writers", "0"], "argument --lazy-storage-writers: must be at least 1 and at most 64, got 0"),
     (["--lazy-chunk-pool", "1"], "argument --lazy-chunk-pool: must be above 0 and below 1, got 1.0"),
-    (["--lazy-state-share", "0"], "argument --lazy-state-share: must be above 0 and below 1, got 0.0"),
+    (["--lazy-state-share", "1"], "argument --lazy-state-share: must be at least 0 and below 1, got 1.0"),
     (["--lazy-shadow-rate", "nan"], "argument --lazy-shadow-rate: must be between 0 and 1, got nan"),
     (["--lazy-shadow-min-agreement", "2"], "argument --lazy-shadow-min-agreement: must be between 0 and 1, got 2.0"),
     (["--lazy-shadow-min-agreement", "0.5"], "--lazy-shadow-min-agreement watches what shadow mode compares"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_lazy.recurrent.pool import StateLayout, StatePool
+from sglang_lazy.recurrent.pool import StateLayout, StateMemory, StatePool, usual_share
 
 CONVS = StateLayout(3, ((6, 2),), torch.bfloat16)
 NUMBERS = StateLayout(2, ((6, 3),), torch.float32, ssm=(4, 8, 16), transition="number")
@@ -61,3 +61,13 @@ def test_a_slot_is_freed_once():
 def test_a_layout_has_a_state_and_its_transition_or_neither():
     with pytest.raises(ValueError, match="both"):
         StateLayout(1, ((6, 2),), torch.float32, ssm=(4, 8, 16))
+
+
+def test_kv_and_states_last_equally_long():
+    """For chunks of 2,048 tokens, if states are neither small nor large beside KV; else they get a tenth, or half."""
+    token_bytes = MATRICES.slot_bytes // 1000
+    share = usual_share(MATRICES, token_bytes)
+    num_states = StateMemory.within(share * 1e9, MATRICES).num_states
+    assert 0.1 < share < 0.5 and num_states == pytest.approx((1 - share) * 1e9 / (2048 * token_bytes), rel=1e-3)
+    assert usual_share(MATRICES, MATRICES.slot_bytes) == 0.1
+    assert usual_share(MATRICES, MATRICES.slot_bytes // 5000) == 0.5

@@ -126,12 +126,12 @@ class LazyConfig:
         _PART,
     )
     state_share: float = _setting(
-        0.2,
+        0.0,
         "memory",
         "Share of the memory for KV and states that the states of chunks get. Only models with recurrent layers have "
-        "any; a chunk takes as much whatever its length.",
+        "any; a chunk takes as much whatever its length. 0: what chunks of 2,048 tokens need, from a tenth to half.",
         "SHARE",
-        _PART,
+        Bounds("at least 0 and below 1", lambda value: 0 <= value < 1),
     )
     kernels: Kernels = _setting(
         "auto",

@@ -70,6 +70,17 @@ PIECES_SHARE = 8
 """One in so many bytes of the memory for states is for the pieces of a pass."""
 
 
+USUAL_CHUNK, LEAST, MOST = 2048, 0.1, 0.5
+"""The length of chunks for which the memory is divided between KV and states if nobody says how, and the least and the
+most that states then get: shorter chunks need more states, and prompts without chunks none."""
+
+
+def usual_share(layout: StateLayout, token_bytes: int) -> float:
+    """The share of states, with what passes need, in the memory for states and KV.  token_bytes: of a token's KV."""
+    for_state = layout.slot_bytes * PIECES_SHARE / (PIECES_SHARE - 1)
+    return min(MOST, max(LEAST, for_state / (for_state + USUAL_CHUNK * token_bytes)))
+
+
 class StateMemory(NamedTuple):
     """What fits into the memory for states of chunks.
 

@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
 from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.cache.states import States
@@ -31,7 +32,7 @@ from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
 from sglang_lazy.recurrent.beginnings import begin_rows
 from sglang_lazy.recurrent.passes import LinkStates
 from sglang_lazy.recurrent.pieces import Pieces
-from sglang_lazy.recurrent.pool import StateLayout, StateMemory, StatePool, Transition
+from sglang_lazy.recurrent.pool import StateLayout, StateMemory, StatePool, Transition, usual_share
 from sglang_lazy.recurrent.rows import RowStates, rows_of
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,14 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         "--enable-page-major-kv-layout: the states of a layer are not in one tensor": flags.enable_page_major_kv_layout,
     }
     return [reason for reason, applies in wanted.items() if applies]
+
+
+def kv_bytes(configurator: Any) -> int:
+    """Of a token on this rank.  configurator: SGLang's, of a model with recurrent layers."""
+    config, recurrence = configurator.model_config, Recurrence.of(configurator.model_config)
+    assert recurrence is not None
+    heads = config.get_num_kv_heads(get_parallel().attn_tp_size) * (config.head_dim + config.v_head_dim)
+    return recurrence.num_attention_layers * heads * configurator.kv_cache_dtype.itemsize
 
 
 class RecurrentLayers:
@@ -305,7 +314,8 @@ def leave_room(original: Callable, configurator: Any, rest_memory: float) -> flo
     left, in GiB: take those of chunks first."""
     layout, args = state_layout(configurator.model_config), configurator.server_args
     if layout is not None and not unfit_states(args, configurator.model_config):
-        budget = LazyConfig.current().state_share * rest_memory
+        share = LazyConfig.current().state_share or usual_share(layout, kv_bytes(configurator))
+        budget = share * rest_memory
         _memories[configurator.model_config] = StateMemory.within(budget * 2**30, layout)
         rest_memory -= budget
     return original(configurator, rest_memory)
