@@ -27,7 +27,7 @@ def check(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any)
         positions = torch.arange(seq_len) if ordinary else torch.from_numpy(state.row.positions_of(0, seq_len).copy())
         for layer_id, layer in model.layers.items():
             keeps_all = model.keeps_all(layer_id)
-            slots = row if keeps_all else model.window_slots(row)
+            slots = row if keeps_all else model.window_slots[row]
             last_slots, last_digests = before.get((req.rid, layer_id), (slots[:0].cpu(), torch.empty(0, 2)))
             caches = [cache[slots].view(torch.uint8).flatten(1).long() for cache in pool.get_kv_buffer(layer_id)]
             digests = torch.stack([(cache * _weights(cache)).sum(1) for cache in caches], dim=1).cpu()

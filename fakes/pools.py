@@ -185,7 +185,7 @@ class Pools:
         if not self.window:
             return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer})
         layers = {0: dataclasses.replace(layer, window=self.window + 1), 1: layer}
-        window_keys, window_slots = self.kv.swa_kv_pool.k_buffer[0], self.kv.translate_loc_from_full_to_swa
+        window_keys, window_slots = self.kv.swa_kv_pool.k_buffer[0], self.kv.full_to_swa_index_mapping
         return ServedModel({0: (window_keys, None), 1: (self.keys, None)}, layers, window_slots)
 
     def flush(self) -> None:

@@ -35,23 +35,26 @@ class WindowRows(Link):
         self.listed = dict(
             kv_indptr=ints(torch.zeros(bs + 1)),
             kv_indices=ints(torch.zeros(bs * window)),
+            num_segments=ints(torch.zeros(bs)),
             segment_ends=torch.zeros_like(ends),
-            num_segments=ints(torch.full((bs,), CHUNKS)),
+            segment_offsets=torch.zeros_like(ends),
         )
         self.prompts = dict(
             req_to_token=torch.cat([ints(slots), tables["kv_indices"].view(bs, window)], dim=1),
+            all_num_segments=ints(torch.full((bs,), CHUNKS)),
+            all_offsets=offsets,
             rows=torch.arange(bs, device=device),
             seq_lens=torch.full((bs,), PROMPT_LEN, device=device),
             tail_ends=(ends - (before - 1)).clamp(0, window),
             tail_indices=of_all(tail),
             tail_positions=of_all(tail),
         )
-        rows = self.listed | dict(segment_offsets=offsets)
-        super().__init__(name, dataclasses.replace(problem, tables=rows, segment_ids=None))
+        super().__init__(name, dataclasses.replace(problem, tables=self.listed, segment_ids=None))
         self.stepped = False
 
     def plan(self) -> None:
-        self.ops.window_rows(**self.listed, **self.prompts, window=self.problem.shape.window)
+        options = dict(window=self.problem.shape.window, first=0, num_queries=1)
+        self.ops.window_rows(**self.listed, **self.prompts, **options)
 
     def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         self.plan()

@@ -62,30 +62,32 @@ def refuse(wrong: torch.Tensor, expectation: str) -> None:
 def check_window_inputs(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
-    segment_ends: torch.Tensor,
     num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
     req_to_token: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
+    all_num_segments: torch.Tensor,
+    all_offsets: torch.Tensor,
     tail_ends: torch.Tensor,
     tail_indices: torch.Tensor,
     tail_positions: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    window_slots: torch.Tensor | None,
     window: int,
+    num_queries: int,
 ) -> None:
     """Check the arguments of `window_rows`."""
+    written = kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets
+    _check_rows(*written, req_to_token, all_num_segments, rows, seq_lens, num_queries)
     device, ints = rows.device, (torch.int32,)
-    check_tensor("rows", rows, (None,), (torch.int64,), device)
-    bs = rows.shape[0]
-    check_tensor("seq_lens", seq_lens, (bs,), INTEGERS, device)
-    check_tensor("num_segments", num_segments, (bs,), ints, device)
-    check_tensor("kv_indptr", kv_indptr, (bs + 1,), ints, device)
-    check_tensor("kv_indices", kv_indices, (None,), ints, device)
-    check_tensor("segment_ends", segment_ends, (bs, None), ints, device)
-    check_tensor("req_to_token", req_to_token, (None, None), ints, device)
-    num_rows = req_to_token.shape[0]
-    check_tensor("tail_ends", tail_ends, (num_rows, segment_ends.shape[1]), ints, device)
-    check_tensor("tail_indices", tail_indices, (num_rows, None), ints, device)
+    of_segments = req_to_token.shape[0], segment_ends.shape[1]
+    check_tensor("all_offsets", all_offsets, of_segments, ints, device)
+    check_tensor("tail_ends", tail_ends, of_segments, ints, device)
+    check_tensor("tail_indices", tail_indices, (of_segments[0], None), ints, device)
     check_tensor("tail_positions", tail_positions, tail_indices.shape, ints, device)
+    if window_slots is not None:
+        check_tensor("window_slots", window_slots, (None,), (torch.int64,), device)
     check_window(window)
 
 
@@ -106,6 +108,28 @@ def check_whole_inputs(
     num_queries: int,
 ) -> None:
     """Check the arguments of `whole_rows`."""
+    written = kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets
+    _check_rows(*written, req_to_token, all_num_segments, rows, seq_lens, num_queries)
+    device, ints = rows.device, (torch.int32,)
+    check_tensor("segment_ids", segment_ids, segment_ends.shape, ints, device)
+    check_tensor("all_ends", all_ends, (req_to_token.shape[0], segment_ends.shape[1]), ints, device)
+    check_tensor("all_offsets", all_offsets, all_ends.shape, ints, device)
+    check_tensor("all_ids", all_ids, all_ends.shape, ints, device)
+
+
+def _check_rows(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    req_to_token: torch.Tensor,
+    all_num_segments: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_queries: int,
+) -> None:
+    """Check what `whole_rows` and `window_rows` have in common."""
     device, ints = rows.device, (torch.int32,)
     check_tensor("rows", rows, (None,), (torch.int64,), device)
     bs = rows.shape[0]
@@ -116,13 +140,8 @@ def check_whole_inputs(
     check_tensor("num_segments", num_segments, (total,), ints, device)
     check_tensor("segment_ends", segment_ends, (total, None), ints, device)
     check_tensor("segment_offsets", segment_offsets, segment_ends.shape, ints, device)
-    check_tensor("segment_ids", segment_ids, segment_ends.shape, ints, device)
     check_tensor("req_to_token", req_to_token, (None, None), ints, device)
-    num_rows, max_segments = req_to_token.shape[0], segment_ends.shape[1]
-    check_tensor("all_num_segments", all_num_segments[:, None], (num_rows, 1), ints, device)
-    check_tensor("all_ends", all_ends, (num_rows, max_segments), ints, device)
-    check_tensor("all_offsets", all_offsets, all_ends.shape, ints, device)
-    check_tensor("all_ids", all_ids, all_ends.shape, ints, device)
+    check_tensor("all_num_segments", all_num_segments[:, None], (req_to_token.shape[0], 1), ints, device)
 
 
 def check_window(window: int | None) -> None:

@@ -28,7 +28,17 @@ INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache", "chunk_tra
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 INDEX_POINTERS += ("all_num_segments", "all_ends", "all_offsets", "all_ids", "segment_ids")
 INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions", "part_indptr")
-WIDE_POINTERS = ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens")
+WIDE_POINTERS = (
+    "kv_indices",
+    "q_positions",
+    "distances",
+    "source",
+    "target",
+    "offsets",
+    "rows",
+    "seq_lens",
+    "window_slots",
+)
 WIDE_POINTERS += ("initial_slots", "parts", "sources", "targets", "source_rows", "target_rows")
 # Dtypes of queries, and of caches with another dtype.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -167,7 +177,7 @@ QUICK = HEADS[:2]
 
 if __name__ == "__main__":
     for max_tail in (128, 4096):
-        blocks = dict(BLOCK_BS=256, BLOCK_T=max_tail, BLOCK_N=128)
+        blocks = dict(NUM_QUERIES=4, HAS_POOL=True, BLOCK_B=256, BLOCK_T=max_tail, BLOCK_N=128, BLOCK_S=128)
         kernel = compile_kernel(windows._window_rows_kernel, "bf16", 4, 3, **blocks)
         print(max_tail, kernel.metadata.name, kernel.metadata.shared, flush=True)
     for num_queries in (1, 4):

@@ -1,5 +1,6 @@
 """window_rows: exactly the tokens of each row that are in the window, segment by segment."""
 
+import functools
 import random
 
 import pytest
@@ -23,13 +24,18 @@ def draw(rng, window):
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("has_pool", [False, True])
 @pytest.mark.parametrize("window", [1, 7, 64, 150])
-def test_window_rows(window, index_dtype, name):
+@pytest.mark.parametrize("first, num_queries", [(0, 1), (1, 4), (-3, 4), (2, 1)])
+def test_window_rows(first, num_queries, window, has_pool, index_dtype, name):
+    """A decode step, the verification of a chain, a draft's extension and a later draft; with slots in a pool of their
+    own, and without."""
     rng = random.Random(window)
     num_rows, bs, max_tail = 9, 6, window + 3  # a tail may be longer than the window
+    total, num_slots = bs * num_queries, 10**4
     drawn = [draw(rng, window) for _ in range(num_rows)]
     rows = torch.tensor(rng.sample(range(num_rows), bs))
-    req_to_token = torch.tensor([rng.sample(range(10**6), WIDTH) for _ in range(num_rows)], dtype=torch.int32)
+    req_to_token = torch.tensor([rng.sample(range(num_slots), WIDTH) for _ in range(num_rows)], dtype=torch.int32)
     tail_indices, tail_positions = torch.full((2, num_rows, max_tail), torch.iinfo(torch.int32).min, dtype=torch.int32)
     tail_ends, num_segments = torch.full((num_rows, MAX_SEGMENTS), GARBAGE, dtype=torch.int32), []
     for row, (positions, cuts) in enumerate(drawn):
@@ -39,26 +45,44 @@ def test_window_rows(window, index_dtype, name):
         tail_positions[row, : len(tail)] = torch.tensor([positions[i] for i in tail])
         tail_ends[row, : len(cuts)] = torch.tensor([sum(i < cut for i in tail) for cut in cuts], dtype=torch.int32)
         num_segments.append(len(cuts) if tail else 0)
-    seq_lens = torch.tensor([len(drawn[row][0]) for row in rows.tolist()], dtype=index_dtype)
-    kv_indptr = torch.zeros(bs + 1, dtype=torch.int32)
-    kv_indices = torch.full((bs * window + 2,), GARBAGE, dtype=torch.int32)
-    segment_ends = torch.full((bs, MAX_SEGMENTS), GARBAGE, dtype=torch.int32)
-    counts = torch.tensor(num_segments, dtype=torch.int32)[rows]
+    longest = [len(drawn[row][0]) for row in rows.tolist()]  # the last query of each sees all tokens
+    seq_lens = torch.tensor([n - first - num_queries + 1 for n in longest], dtype=index_dtype)
+    # As the tables of a server are, columns of one record.
+    records = torch.randint(10**6, (num_rows, 1 + MAX_SEGMENTS), dtype=torch.int32)
+    records[:, 0] = torch.tensor(num_segments)
+    counts, offsets = records[:, 0], records[:, 1:]
+    window_slots = torch.tensor(rng.sample(range(num_slots), num_slots)) if has_pool else torch.arange(num_slots)
+    written = [(total + 1,), (total * window + 2,), (total,), *[(total, MAX_SEGMENTS)] * 2]
     arguments = [
-        kv_indptr, kv_indices, segment_ends, counts, req_to_token, rows, seq_lens, tail_ends, tail_indices,
-        tail_positions,
+        *(torch.full(shape, GARBAGE, dtype=torch.int32) for shape in written), req_to_token, counts, offsets, tail_ends,
+        tail_indices, tail_positions, rows, seq_lens, *[window_slots] * has_pool,
     ]  # fmt: skip
+    arguments[0][0] = 0
     arguments = [tensor.to(DEVICE) for tensor in arguments]
-    assert get_implementation(name).window_rows(*arguments, window=window) is None
-    kv_indptr, kv_indices, segment_ends, *_ = (tensor.cpu() for tensor in arguments)
-    for b, row in enumerate(rows.tolist()):
+    options = dict(window=window, first=first, num_queries=num_queries)
+    reference = [tensor.clone() for tensor in arguments]
+    get_implementation("torch").window_rows(*reference, **options)
+    assert get_implementation(name).window_rows(*arguments, **options) is None
+    assert all(torch.equal(*each) for each in zip(arguments, reference, strict=True))
+    kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets = (tensor.cpu() for tensor in arguments[:5])
+    own_slots = window_slots[req_to_token]
+    queries = [
+        (row, n - behind) for row, n in zip(rows.tolist(), longest, strict=True) for behind in range(num_queries)[::-1]
+    ]
+    for b, (row, n) in enumerate(queries):
         positions, cuts = drawn[row]
-        seen = [i for i, p in enumerate(positions) if p >= len(positions) - window]
+        n = max(n, 1)
         listed = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].tolist()
-        assert sorted(listed) == sorted(req_to_token[row, seen].tolist())
+        assert len(listed) == min(n, window)
+        assert num_segments[b] == counts[row]
+        assert torch.equal(segment_offsets[b, : counts[row]], offsets[row, : counts[row]])
+        if sorted(positions[:n]) != [*range(n)]:  # it is within the prompt, as queries of padding alone are
+            continue
+        seen = [i for i, p in enumerate(positions[:n]) if p >= n - window]
+        assert sorted(listed) == sorted(own_slots[row, seen].tolist())
         begin, listed_begin = 0, 0
-        for cut, listed_end in zip(cuts[: counts[b]], segment_ends[b].tolist(), strict=False):
-            of_segment = req_to_token[row, [i for i in seen if begin <= i < cut]]
+        for cut, listed_end in zip(cuts[: counts[row]], segment_ends[b].tolist(), strict=False):
+            of_segment = own_slots[row, [i for i in seen if begin <= i < cut]]
             assert listed[listed_begin:listed_end] == of_segment.tolist()
             begin, listed_begin = cut, listed_end
     assert (kv_indices[kv_indptr[-1] :] == GARBAGE).all()
@@ -68,8 +92,11 @@ def test_window_rows(window, index_dtype, name):
 def test_a_window_must_be_positive(name):
     ints = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    arguments = [torch.zeros(2, dtype=torch.int32, device=DEVICE), ints[0], ints, ints[0], ints, ids, ids, *[ints] * 3]
+    arguments = [ints.new_zeros(2), *[ints[0]] * 2, *[ints] * 3, ints[0], *[ints] * 4, ids, ids]
+    rows = functools.partial(get_implementation(name).window_rows, first=0, num_queries=1)
     with pytest.raises(ValueError, match="window: expected a positive int or None, got 0"):
-        get_implementation(name).window_rows(*arguments, window=0)
+        rows(*arguments, window=0)
     with pytest.raises(ValueError, match="rows: expected dtype torch.int64"):
-        get_implementation(name).window_rows(*arguments[:5], ints[0], *arguments[6:], window=1)
+        rows(*arguments[:-2], ints[0], ids, window=1)
+    with pytest.raises(ValueError, match="window_slots: expected dtype torch.int64"):
+        rows(*arguments, ints[0], window=1)

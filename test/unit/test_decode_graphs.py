@@ -38,7 +38,7 @@ class LinkedBackend(LinkAttention, StockBackend):
 
     def __init__(self, slots):
         self.link_table = SimpleNamespace(current=LinkedBatch(), batch_type=LinkedBatch)
-        self.link_model = SimpleNamespace(window_slots=slots.__getitem__)
+        self.link_model = SimpleNamespace(window_slots=slots)
         self.link_decode = SimpleNamespace(allocate_for_graphs=lambda max_rows: None, of=lambda batch, for_graph: {})
         self.init_cuda_graph_state(MAX_BS, MAX_BS)
 

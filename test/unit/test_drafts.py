@@ -287,17 +287,14 @@ def test_a_pass_in_a_graph_prepares_its_rows_in_two_launches(queries, monkeypatc
 def test_queries_of_a_padded_batch():
     """SGLang's graphs are given buffers for their largest batch."""
     rows = StepRows(1, torch.tensor([3, 0]), torch.tensor([7, 1]), None, first=-1, num_queries=2)
-    places, lens = rows.by_query()
-    assert (rows.size, places.tolist(), lens.tolist()) == (2, [3, 3], [6, 7])
+    assert (rows.size, rows.seen(rows.seq_lens).tolist()) == (2, [6, 7])
     assert (rows.places.tolist(), rows.lens.tolist()) == ([3], [7])
-    assert places.is_contiguous(), "kernels read one number after the other"
 
 
 def test_requests_that_pad_a_batch_have_tokens():
     """SGLang says that they have one, of which the first query of a draft's extension would see none, or fewer."""
     rows = StepRows(2, torch.tensor([3, 0]), torch.tensor([7, 1]), torch.tensor([7, 1]), first=-3, num_queries=4)
-    _, lens = rows.by_query()
-    assert lens.tolist() == rows.seen(rows.seq_lens_cpu).tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
+    assert rows.seen(rows.seq_lens_cpu).tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
 
 
 def test_shapes_are_captured_for_drafts_over_chunks():

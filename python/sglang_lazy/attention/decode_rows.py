@@ -55,13 +55,6 @@ class StepRows(NamedTuple):
         """How many tokens each request has there, [batch_size]."""
         return self.seq_lens[: self.batch_size]
 
-    def by_query(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each query its request's row, and how many tokens it sees, both [size]."""
-        if self.first == 0 and self.num_queries == 1:
-            return self.places, self.lens
-        places = self.places[:, None].expand(-1, self.num_queries).contiguous().view(-1)
-        return places, self.seen(self.lens)
-
     def seen(self, lens: torch.Tensor) -> torch.Tensor:
         """How many tokens each query sees, [size].  lens: [batch_size] or more, `seq_lens` or `seq_lens_cpu`."""
         queries = torch.arange(self.first, self.first + self.num_queries, device=lens.device)
@@ -125,11 +118,8 @@ class DecodeRows:
         rows, table, req_to_token = {}, self._table, self._req_to_token
         for plan in {plan.window: plan for plan in self._workspaces}.values():
             tables, whole = memory[plan.window], plan.window is None
-            if whole:
-                queries = step.first, step.num_queries
-                tables.fill_whole(step.places, step.lens, table, req_to_token, plan.kernels, *queries)
-            else:
-                tables.fill_window(*step.by_query(), table, req_to_token, plan)
+            fill = tables.fill_whole if whole else tables.fill_window
+            fill(step.places, step.lens, table, req_to_token, plan, step.first, step.num_queries)
             rows[plan.window] = tables.rows(whole=whole)
         return {plan: PlannedRows(rows[plan.window], workspace) for plan, workspace in self._workspaces.items()}
 

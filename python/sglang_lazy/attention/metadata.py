@@ -75,12 +75,12 @@ class DecodeTables:
         seq_lens: torch.Tensor,
         table: SegmentTable,
         req_to_token: torch.Tensor,
-        kernels: Any,
+        plan: DecodePlan,
         first: int,
         num_queries: int,
     ) -> None:
         """The same in one launch, for `num_queries` of each row, including `kv_indices`; see `whole_rows`."""
-        kernels.whole_rows(
+        plan.kernels.whole_rows(
             self.kv_indptr,
             self.kv_indices,
             self.num_segments,
@@ -105,28 +105,29 @@ class DecodeTables:
         table: SegmentTable,
         req_to_token: torch.Tensor,
         plan: DecodePlan,
+        first: int,
+        num_queries: int,
     ) -> None:
-        """The same for the part of each row within the plan's window, of one query each."""
-        torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
-        torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
-        window_slots = table.model.window_slots
-        # Unused entries must be valid slots, too.
-        kv_indices = self.kv_indices if window_slots is None else torch.zeros_like(self.kv_indices)
+        """The same for the part of each row within the plan's window; see `window_rows`."""
         plan.kernels.window_rows(
             self.kv_indptr,
-            kv_indices,
-            self.segment_ends,
+            self.kv_indices,
             self.num_segments,
+            self.segment_ends,
+            self.segment_offsets,
             req_to_token,
-            rows,
-            seq_lens,
+            table.num_segments,
+            table.offsets,
             table.tail_ends,
             table.tail_indices,
             table.tail_positions,
+            rows,
+            seq_lens,
+            table.model.window_slots,
             window=plan.window,
+            first=first,
+            num_queries=num_queries,
         )
-        if window_slots is not None:
-            self.kv_indices.copy_(window_slots(kv_indices))
 
 
 class PrefillRows(NamedTuple):
@@ -180,7 +181,7 @@ class PrefillRows(NamedTuple):
         )
         window_rows, window_slots = None, table.model.window_slots
         if window_slots is not None:
-            window_rows = dataclasses.replace(rows, kv_indices=window_slots(kv_indices).to(kv_indices.dtype))
+            window_rows = dataclasses.replace(rows, kv_indices=window_slots[kv_indices].to(kv_indices.dtype))
         return cls(rows, window_rows, None if len(linked) == len(current.rows) else _selection(tokens, device))
 
 

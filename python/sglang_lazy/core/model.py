@@ -139,13 +139,14 @@ class ServedModel:
 
     kv_buffers: K and V caches by layer id, each [num_slots, num_kv_heads, head_dim].
     layers: by layer id; a layer that reads the KV of another has no entry of its own.
-    window_slots: maps slots (int64) to those of the window layers' own pool, 0 for none; None without such a pool.
+    window_slots: int64 [num_slots or more], of each slot that in the window layers' own pool, 0 for none; the same
+        tensor for ever, whatever its data. None without such a pool.
     draft: the model that drafts tokens for this one, with KV of its own in the same slots; None without one.
     """
 
     kv_buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     layers: Mapping[int, AttentionLayer]
-    window_slots: Callable[[torch.Tensor], torch.Tensor] | None = None
+    window_slots: torch.Tensor | None = None
     draft: "ServedModel | None" = None
     _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

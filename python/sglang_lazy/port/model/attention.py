@@ -150,7 +150,7 @@ class LinkAttention(AttentionBackend):
             return super().init_forward_metadata(forward_batch)
         window_slots = self.link_model.window_slots
         if window_slots is not None:
-            self.link_window_slots = window_slots(forward_batch.out_cache_loc)
+            self.link_window_slots = window_slots[forward_batch.out_cache_loc]
         if not current.rows:
             self.link_planned = self.link_decode.of(rows_of(forward_batch))
             return
@@ -183,7 +183,7 @@ class LinkAttention(AttentionBackend):
             return super().init_forward_metadata_in_graph(forward_batch)
         self.link_planned = self.link_decode.of(rows_of(forward_batch), for_graph=True)
         if self.link_model.window_slots is not None:
-            self.link_window_slots = self.link_model.window_slots(forward_batch.out_cache_loc)
+            self.link_window_slots = self.link_model.window_slots[forward_batch.out_cache_loc]
 
     def _copy_ranges(self, pool_indices: torch.Tensor, out: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
         """Copy the slots of `ranges` to `out`.  ranges: from `row_ranges`, on the device."""

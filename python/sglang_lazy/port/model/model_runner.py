@@ -110,7 +110,7 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     layers = choose_kernels(config, layers, *kinds)
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}
     hybrid = isinstance(runner.token_to_kv_pool, SWAKVPool)
-    window_slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None
+    window_slots = runner.token_to_kv_pool.full_to_swa_index_mapping if hybrid else None
     model = ServedModel(kv_buffers, layers, window_slots)
     default.warm_up(model)
     attends = stock_attends(backend, layers, hybrid)
