@@ -65,7 +65,7 @@ def causal_conv1d_update(
     return out.view_as(x)
 
 
-# Gated delta rule: a slot's state is [value heads, V, K].
+# Gated delta rule, and KDA: a slot's state is [value heads, V, K].
 
 BLOCK = 64
 """The tokens of a block, before each of which the kernel tells the state."""
@@ -78,13 +78,14 @@ def fused_gdn_gating(A_log, a, b, dt_bias, *_, **__):
 
 
 def _delta_steps(q, k, v, g, beta, state, scale, normalize):
-    """One sequence. q, k: [n, key heads, K]; v: [n, value heads, V]; g, beta: [n, value heads]. state: changed."""
+    """One sequence. q, k: [n, key heads, K]; v: [n, value heads, V]; g, beta: [n, value heads], of KDA g for each of K,
+    too. state: changed."""
     if normalize:
         q, k = (x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1).float() for x in (q, k))
-    x, out = state.float(), torch.empty_like(v)
+    x, out, decay = state.float(), torch.empty_like(v), g.float().exp().view(*beta.shape, 1, -1)
     for t in range(len(v)):
-        x = x * g[t].float().exp()[:, None, None]
+        x = x * decay[t]
         error = v[t].float() - (x * k[t, :, None]).sum(-1)
         x = x + (beta[t].float()[:, None] * error)[..., None] * k[t, :, None]
         out[t] = (x * q[t, :, None]).sum(-1) * scale
@@ -111,16 +112,56 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False, **_
 ):
     """One token of each request. mixed_qkv: [bs, q k v]; out: [bs, 1, value heads, V]."""
-    _, num_heads, v_dim, k_dim = initial_state.shape
     g, beta = (x[0] for x in fused_gdn_gating(A_log, a, b, dt_bias))
+    return _packed_decode(mixed_qkv, g, beta, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel)
+
+
+def _packed_decode(mixed_qkv, g, beta, scale, initial_state, out, slots, normalize):
+    _, num_heads, v_dim, k_dim = initial_state.shape
     q, k, v = mixed_qkv.tensor_split([(mixed_qkv.shape[1] - num_heads * v_dim) // 2, -num_heads * v_dim], 1)
     q, k, v = q.unflatten(1, (-1, k_dim)), k.unflatten(1, (-1, k_dim)), v.unflatten(1, (-1, v_dim))
     out.zero_()
-    for i, slot in enumerate(ssm_state_indices.tolist()):
+    for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
             one = [x[i : i + 1] for x in (q, k, v, g, beta)]
-            out[i] = _delta_steps(*one, initial_state[slot], scale, use_qk_l2norm_in_kernel)
+            out[i] = _delta_steps(*one, initial_state[slot], scale, normalize)
     return out, initial_state
+
+
+def _kda_gating(A_log, a, b, dt_bias):
+    """Log decays of each key channel and write strengths. a: [..., heads, K]; b: [..., heads]."""
+    steps = F.softplus(a.float() + dt_bias.float().view(a.shape[-2:]))
+    return -A_log.float().exp().view(-1, 1) * steps, b.float().sigmoid()
+
+
+def chunk_kda(
+    q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, output_intermediate_states=False, track_state=None,
+    track_chunk_idx=None, beta_is_raw=False, **_,
+):  # fmt: skip
+    """KDA. g: [1, tokens, heads, K], as layers give it; beta: [1, tokens, heads]. track_state: of each sequence, the
+    state before its block track_chunk_idx, where that is not below 0."""
+    assert lower_bound is None
+    g, written = _kda_gating(A_log, g, beta, dt_bias)
+    beta = written if beta_is_raw else beta
+    out, _, within = chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel
+    )
+    if track_state is not None:
+        blocks = -(-cu_seqlens.diff() // BLOCK)
+        rows = (track_chunk_idx >= 0).nonzero()[:, 0]
+        track_state[rows] = within[0, ((blocks.cumsum(0) - blocks)[rows] + track_chunk_idx[rows]).long()].float()
+    return (out, within) if output_intermediate_states else out
+
+
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False,
+    lower_bound=None,
+):  # fmt: skip
+    """One token of each request. mixed_qkv: [bs, q k v]; a: [bs, heads K]; b: [bs, heads]; out: [bs, 1, heads, V]."""
+    assert lower_bound is None
+    g, beta = _kda_gating(A_log, a.unflatten(1, (-1, initial_state.shape[-1])), b, dt_bias)
+    return _packed_decode(mixed_qkv, g, beta, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel)
 
 
 def fused_sigmoid_gating_delta_rule_update(

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-Kind = Literal["delta", "mamba"]
+Kind = Literal["delta", "kda", "mamba"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +26,17 @@ class Shape:
     def dims(self) -> tuple[int, int, int]:
         """Of what the convolution gives: queries, keys and values; or x, B and C."""
         keys, values = self.groups * self.k, self.heads * self.v
-        return (keys, keys, values) if self.kind == "delta" else (values, keys, keys)
+        return (values, keys, keys) if self.kind == "mamba" else (keys, keys, values)
 
 
 class Recurrence:
     """A random layer that remembers hundreds of tokens, and random inputs of tokens 1, 2, 3 ...; row 0 is zeros.
 
     inputs: [num_tokens + 1, dim], those of the convolution.  weight: [dim, width + 1], without a bias; SiLU behind it.
-    decay, write: [num_tokens + 1, heads]: of the delta rule, the logarithm of a token's decay, and its strength.
+    decay, write: [num_tokens + 1, heads]: of the delta rule, the logarithm of a token's decay, and its strength. Of KDA
+        a decay is for each of k, too.
     dt: [num_tokens + 1, heads], A, dt_bias, D: [heads]: of Mamba-2, before softplus.
+    gates: [num_tokens + 1, heads, k], rates: [heads]: of KDA, what makes up its decays.
     All float64, with values that `dtype` can represent.
     """
 
@@ -60,6 +62,9 @@ class Recurrence:
             normal(shape.heads),
         )
         self.D = normal(shape.heads)
+        if shape.kind == "kda":
+            self.gates, self.rates = normal(num_tokens + 1, shape.heads, shape.k), rates.float().double()
+            self.decay = -self.rates[:, None] * F.softplus(self.gates)
 
     def convolved(self, contexts: Mapping[int, Sequence[int]]) -> torch.Tensor:
         """What the convolution gives for each token, [num_tokens + 1, dim].  contexts: what each was computed after."""
@@ -82,7 +87,7 @@ class States:
     def __init__(self, layer: Recurrence, contexts: Mapping[int, Sequence[int]]):
         self.layer, self.shape = layer, layer.shape
         first, second, third = layer.convolved(contexts).split(self.shape.dims, 1)
-        if self.shape.kind == "delta":
+        if self.shape.kind != "mamba":
             self._read, self._key, self._value = self._keys(first), self._keys(second), self._values(third)
             self._read, self._key = (
                 x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (self._read, self._key)
@@ -104,8 +109,8 @@ class States:
             state = torch.zeros(self.shape.heads, self.shape.v, self.shape.k, dtype=torch.float64)
         for t in tokens:
             key, value = self._key[t][:, None], self._value[t][..., None]
-            if self.shape.kind == "delta":
-                state = state * self.layer.decay[t].exp()[:, None, None]
+            if self.shape.kind != "mamba":
+                state = state * self.layer.decay[t].exp().view(self.shape.heads, 1, -1)
                 error = value - (state * key).sum(-1, keepdim=True)
                 state = state + self.layer.write[t][:, None, None] * error * key
             else:
@@ -116,8 +121,8 @@ class States:
     def unchanged(self, state: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """What the tokens leave of a state, [heads, any, k], if their values are zero."""
         for t in tokens:
-            if self.shape.kind == "delta":
-                state = state * self.layer.decay[t].exp()[:, None, None]
+            if self.shape.kind != "mamba":
+                state = state * self.layer.decay[t].exp().view(self.shape.heads, 1, -1)
                 key = self._key[t][:, None]
                 state = state - self.layer.write[t][:, None, None] * (state * key).sum(-1, keepdim=True) * key
             else:

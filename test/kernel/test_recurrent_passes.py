@@ -29,7 +29,7 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="SGLang's kernels run on 
 def sglang_kernels():
     homes = dict(
         causal_conv1d_fn="mamba.causal_conv1d_triton", chunk_gated_delta_rule="attention.fla.chunk",
-        mamba_chunk_scan_combined="mamba.triton_ops",
+        chunk_kda="attention.fla.kda", mamba_chunk_scan_combined="mamba.triton_ops",
     )  # fmt: skip
     return SimpleNamespace(
         **{name: getattr(importlib.import_module(f"{OPS}.{home}"), name) for name, home in homes.items()}
@@ -49,10 +49,11 @@ class Setting:
 
 
 STAND_IN = Setting(
-    False, torch.float32, 1e-5, 20, (Shape("delta", 4, 2, 8, 12), Shape("mamba", 4, 2, 6, 8))
+    False, torch.float32, 1e-5, 20, (Shape("delta", 4, 2, 8, 12), Shape("kda", 4, 4, 8, 12), Shape("mamba", 4, 2, 6, 8))
 )  # fmt: skip
 SGLANG = Setting(
-    True, torch.bfloat16, 2e-2, 200, (Shape("delta", 4, 2, 128, 128), Shape("mamba", 4, 2, 64, 128))
+    True, torch.bfloat16, 2e-2, 200,
+    (Shape("delta", 4, 2, 128, 128), Shape("kda", 4, 4, 128, 128), Shape("mamba", 4, 2, 64, 128)),
 )  # fmt: skip
 CASES = [
     pytest.param(setting, shape, seed, id=f"{name}-{shape.kind}-{seed}", marks=[needs_gpu] if setting.sglang else [])
@@ -113,9 +114,9 @@ class Run:
         )  # fmt: skip
         convolved = states.convolve(lambda last: self.convolution(inputs, last), inputs)
         parts = [each.contiguous() for each in convolved.split(self.shape.dims, 1)]
-        layer = (self.delta_rule if self.shape.kind == "delta" else self.mamba)(*parts)
+        layer = (self.mamba if self.shape.kind == "mamba" else self.delta_rule)(*parts)
         states.compute(layer)
-        self.outputs = layer.outputs[0] if self.shape.kind == "delta" else self.outputs
+        self.outputs = self.outputs if self.shape.kind == "mamba" else layer.outputs[0]
         return self
 
     def convolution(self, inputs, last):
@@ -133,13 +134,23 @@ class Run:
         q, k, v = (
             x.unflatten(1, (-1, dim))[None] for x, dim in ((q, self.shape.k), (k, self.shape.k), (v, self.shape.v))
         )
-        gates = self.of_tokens(self.layer.decay)[None], self.of_tokens(self.layer.write)[None]
+        write, given = self.of_tokens(self.layer.write)[None], {}
+        if self.shape.kind == "kda":
+            gates, rates = self.of_tokens(self.layer.gates, self.setting.dtype)[None], self.layer.rates
+            given = dict(
+                A_log=rates.log().float().to(DEVICE),
+                dt_bias=torch.zeros(self.shape.heads * self.shape.k, device=DEVICE),
+            )
+        else:
+            gates = self.of_tokens(self.layer.decay)[None]
 
         def extend(values, states):
-            return self.kernels.chunk_gated_delta_rule(
-                q, k, values, *gates, initial_state=states, initial_state_indices=self.pieces.indices,
-                cu_seqlens=self.pieces.cu_seqlens, use_qk_l2norm_in_kernel=True,
-            )[0]  # fmt: skip
+            kernel = self.kernels.chunk_kda if given else self.kernels.chunk_gated_delta_rule
+            out = kernel(
+                q, k, values, gates, write, initial_state=states, initial_state_indices=self.pieces.indices,
+                cu_seqlens=self.pieces.cu_seqlens, use_qk_l2norm_in_kernel=True, **given,
+            )  # fmt: skip
+            return out if given else out[0]
 
         return DeltaRule(extend, v)
 
@@ -206,7 +217,7 @@ MISTAKES = {
         pytest.param(*case.values[:2], mistake, id=f"{case.id}-{mistake}", marks=case.marks)
         for case in CASES[::SEEDS]
         for mistake in MISTAKES
-        if mistake != "transposed" or case.values[1].kind == "delta"
+        if mistake != "transposed" or case.values[1].kind != "mamba"
     ],
 )
 def test_these_layers_remember(setting, shape, mistake):

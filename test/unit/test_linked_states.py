@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers import radix_linear_attention
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, Mamba2AttnBackend
-from sglang.srt.layers.attention.linear import gdn_backend
-from sglang.srt.layers.attention.linear.kernels import gdn_triton
+from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
+from sglang.srt.layers.attention.linear.kernels import gdn_triton, kda_triton
 from sglang.srt.layers.attention.mamba import mamba
 from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata, Mamba2Metadata
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -28,14 +28,18 @@ from sglang.srt.models.nemotron_h import NemotronHMambaDecoderLayer, nemotron_ma
 from fakes import recurrent_layers
 from fakes.recurrent_batches import NUM_SLOTS, Batch
 from oracle.recurrence import Recurrence, Shape, States
-from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
+from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkKDA, LinkMamba2
 from sglang_lazy.port.model.recurrent import RecurrentLayers
 from sglang_lazy.recurrent.pieces import Pieces, Text, TextRow
 from sglang_lazy.recurrent.pool import StateLayout, StatePool
 
-SHAPES = {"delta": Shape("delta", 4, 2, 8, 12), "mamba": Shape("mamba", 4, 2, 6, 8)}
-STOCK = {"delta": gdn_backend.GDNAttnBackend, "mamba": Mamba2AttnBackend}
-LINKS = {"delta": LinkDeltaRule, "mamba": LinkMamba2}
+SHAPES = {
+    "delta": Shape("delta", 4, 2, 8, 12),
+    "kda": Shape("kda", 4, 4, 8, 12),
+    "mamba": Shape("mamba", 4, 2, 6, 8),
+}
+STOCK = {"delta": gdn_backend.GDNAttnBackend, "kda": kda_backend.KDAAttnBackend, "mamba": Mamba2AttnBackend}
+LINKS = {"delta": LinkDeltaRule, "kda": LinkKDA, "mamba": LinkMamba2}
 LAYER, TOLERANCE, BLOCK = 5, 1e-5, 4
 BEHIND_CHUNKS = (94, 206, 264, 492, 645, 1458, 1537)
 """Batches of rows with one text each, behind chunks and without."""
@@ -47,6 +51,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(recurrent_layers, "BLOCK", BLOCK)
     for name in ("causal_conv1d_fn", "fused_gdn_gating"):
         monkeypatch.setattr(gdn_backend, name, getattr(recurrent_layers, name))
+    monkeypatch.setattr(kda_backend, "causal_conv1d_fn", recurrent_layers.causal_conv1d_fn)
+    monkeypatch.setattr(kda_triton, "chunk_kda", recurrent_layers.chunk_kda)
     monkeypatch.setattr(gdn_triton, "chunk_gated_delta_rule", recurrent_layers.chunk_gated_delta_rule)
     monkeypatch.setattr(mamba, "mamba_chunk_scan_combined", recurrent_layers.mamba_chunk_scan_combined)
     for name in ("causal_conv1d_fn", "causal_conv1d_fn_triton"):
@@ -66,8 +72,13 @@ class Server:
         self.layer = Recurrence(shape, max(self.batch.context), seed)
         gates = torch.Generator().manual_seed(seed)
         self.a, self.b = torch.randn(2, len(self.layer.inputs), shape.heads, generator=gates)
+        self.bias = self.layer.dt_bias
         rates = torch.empty(shape.heads).uniform_(-7, -2, generator=gates)
-        self.layer.decay = -rates.double().exp() * F.softplus(self.a.double() + self.layer.dt_bias)
+        if kind == "kda":
+            self.a = torch.randn(len(self.layer.inputs), shape.heads, shape.k, generator=gates)
+            self.bias = torch.randn(shape.heads, shape.k, generator=gates).double()
+        steps = F.softplus(self.a.double() + self.bias).view(*self.b.shape, -1)
+        self.layer.decay = -rates.double().exp()[:, None] * steps
         self.layer.write = self.b.double().sigmoid()
         self.rates = rates
         self.oracle = States(self.layer, self.batch.context)
@@ -85,12 +96,13 @@ class Server:
             mamba2_layer_cache=lambda layer_id: self.cache.at_layer_idx({LAYER: 1}[layer_id]),
             mamba_pool=SimpleNamespace(mamba_cache=self.cache),
         )
-        kernel = gdn_triton.TritonGDNKernel()
+        kernel = kda_triton.TritonKDAKernel() if kind == "kda" else gdn_triton.TritonGDNKernel()
+        dispatcher = dict(extend=kernel.extend, extend_kernel=kernel, effective_extend_kernel=lambda *_: kernel)
 
         class Stock(STOCK[kind]):
             req_to_token_pool = SimpleNamespace(**pools)
             mamba_chunk_size, mis_metadata, _use_strided_target_verify_qkv = BLOCK, None, False
-            kernel_dispatcher = SimpleNamespace(extend=kernel.extend, extend_kernel=kernel)
+            kernel_dispatcher, accept_lens_pool = SimpleNamespace(**dispatcher), None
 
             def __init__(self):
                 pass
@@ -100,7 +112,7 @@ class Server:
 
         self.backend = type("Linked", (LINKS[kind], Stock), {})()
         layers = RecurrentLayers.__new__(RecurrentLayers)
-        layers.pool, layers._requests = self.pool, Stock.req_to_token_pool
+        layers.pool, layers._requests, layers._inputs_last = self.pool, Stock.req_to_token_pool, kind == "kda"
         layers.pieces = Pieces.of(self.rows, shape.width, torch.device("cpu"))
         self.lens = layers.pieces.lens
         self.backend.init_link_states(layers)
@@ -113,6 +125,8 @@ class Server:
         for slot, tokens in {**kept, **(tracked or {})}.items():
             conv[1, slot] = self.layer.last_inputs(tokens)
             states[1, slot] = self.oracle.after(tokens)
+        if self.shape.kind == "kda":
+            conv = conv.mT.contiguous()
         return MambaPool.State(conv=[conv], temporal=states)
 
     def lens_of_rows(self):
@@ -186,7 +200,7 @@ class Server:
     def filled_pool(self, chunks):
         """Of two layers, the second one is served."""
         shape = self.shape
-        kind = "matrix" if shape.kind == "delta" else "number"
+        kind = "number" if shape.kind == "mamba" else "matrix"
         conv, state = ((sum(shape.dims), shape.width),), (shape.heads, shape.v, shape.k)
         pool = StatePool(StateLayout(2, conv, torch.float32, state, torch.float32, kind), NUM_SLOTS - 1, "cpu")
         for slot, tokens in enumerate(chunks):
@@ -204,10 +218,10 @@ class Server:
         """
         self.backend.init_forward_metadata(self.forward_batch)
         inputs, a, b = (
-            F.pad(x[self.batch.tokens].float(), (0, 0, 0, padding), value=float("nan"))
+            F.pad(x[self.batch.tokens].float(), (*(0, 0) * (x.dim() - 1), 0, padding), value=float("nan"))
             for x in (self.layer.inputs, self.a, self.b)
         )
-        return self.run_delta(inputs, a, b) if self.shape.kind == "delta" else self.run_mamba(inputs)
+        return self.run_mamba(inputs) if self.shape.kind == "mamba" else self.run_delta(inputs, a, b)
 
     @contextlib.contextmanager
     def forwarding(self):
@@ -225,8 +239,10 @@ class Server:
         shape = self.shape
         layer = RadixLinearAttention(
             LAYER, shape.groups, shape.groups, shape.heads, shape.k, shape.k, shape.v, self.layer.weight.float(),
-            A_log=self.rates, dt_bias=self.layer.dt_bias.float(),
+            A_log=self.rates, dt_bias=self.bias.float(),
         )  # fmt: skip
+        if self.shape.kind == "kda":
+            a, b = a[None], b[None]
         with self.forwarding() as batch:
             return layer(batch, inputs, a, b)[0]
 
@@ -323,9 +339,9 @@ def test_other_batches_are_sglangs(kind, monkeypatch):
     assert mamba.mamba_chunk_scan_combined is recurrent_layers.mamba_chunk_scan_combined
     server.backend.link_layers.pieces = None
     stock = Mock(return_value=torch.ones(1))
-    monkeypatch.setattr(STOCK[kind], "forward_extend" if kind == "delta" else "forward", stock)
+    monkeypatch.setattr(STOCK[kind], "forward" if kind == "mamba" else "forward_extend", stock)
     server.backend.init_forward_metadata(None)
-    if kind == "delta":
+    if kind != "mamba":
         server.backend.forward_extend("layer", "batch", "qkv", "a", "b", linear_attn_output="out")
         stock.assert_called_once_with("layer", "batch", "qkv", "a", "b", linear_attn_output="out")
     else:

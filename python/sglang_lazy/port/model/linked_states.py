@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.layers.attention.mamba import mamba
 from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata
 
@@ -66,8 +67,8 @@ class LinkStates(AttentionBackend):
         index, pool = self.req_to_token_pool.mamba2_layer_index(layer_id), self.link_layers.pool
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
         return LayerStates(
-            pieces, cache.conv[0], cache.temporal, pool.conv[0][index], pool.h[index], pool.p[index],
-            self.link_kernels.link_states,
+            pieces, self.link_layers.inputs_of(cache)[0], cache.temporal,
+            pool.conv[0][index], pool.h[index], pool.p[index], self.link_kernels.link_states,
         )  # fmt: skip
 
 
@@ -143,6 +144,83 @@ class _Extend:
         layer = DeltaRule(run, v)
         self.states.compute(layer)
         return layer.outputs, None, None
+
+
+class LinkKDA(LinkStates):
+    """For `KDAAttnBackend`, whose code runs over pieces as if they were rows: what it calls for convolution and rule
+    is replaced. The kernel is Triton's, as for the delta rule."""
+
+    def init_link_states(self, layers: Any) -> None:
+        super().init_link_states(layers)
+        self.link_extend = TritonKDAKernel().extend
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        if (pieces := self.link_pieces) is not None:
+            self.link_metadata = dataclasses.replace(
+                self.link_metadata,
+                query_start_loc=pieces.cu_seqlens,
+                mamba_cache_indices=pieces.indices,
+                logical_num_tokens=sum(pieces.lens),
+            )
+
+    def link_tracked(self, metadata: Any, pieces: Pieces, of_rows: torch.Tensor) -> Any:
+        """The kernel returns one state of each piece, which is read by its index."""
+        rows = metadata.track_ssm_h_batch_src
+        blocks = metadata.track_chunk_idx.new_full((len(pieces.lens),), -1)
+        blocks[of_rows[rows]] = metadata.track_chunk_idx[rows]
+        return dataclasses.replace(metadata, track_chunk_idx=blocks, track_ssm_h_batch_src=of_rows[rows])
+
+    def forward_extend(self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+        if (pieces := self.link_pieces) is None:
+            return super().forward_extend(layer, forward_batch, mixed_qkv, a, b, **kwargs)
+        states = self.link_states(layer.layer_id, pieces)
+        batch = Overlay(forward_batch, extend_prefix_lens=pieces.known, extend_seq_lens_cpu=pieces.lens)
+
+        # mypy does not know the class that this is mixed into.
+        run = super(LinkKDA, type(self))._convolve_prefill  # type: ignore[misc]
+
+        def convolve(_layer: Any, _batch: Any, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
+            return states.convolve(lambda last: run(shown, layer, batch, inputs, last, pieces.indices), inputs)
+
+        shown = Overlay(
+            self,
+            forward_metadata=self.link_metadata,
+            kernel_dispatcher=_KDAExtend(states, self.link_extend),
+            _convolve_prefill=convolve,
+        )
+        return super(LinkKDA, type(self)).forward_extend(shown, layer, batch, mixed_qkv, a, b, **kwargs)
+
+
+@dataclasses.dataclass
+class _KDAExtend:
+    """In place of the backend's dispatcher of kernels, for one layer."""
+
+    states: LayerStates
+    kernel: Callable
+
+    def extend(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, *, ssm_states: Any, return_intermediate_states: bool,
+        track_state: torch.Tensor | None, **given: Any,
+    ) -> Any:  # fmt: skip
+        """As the stock dispatcher, but the states after pieces are written by `LayerStates`, and no states within them
+        are returned other than in `track_state`."""
+
+        def run(values: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+            if track_state is None:
+                return self.kernel(q, k, values, g, beta, ssm_states=states, **given)
+            within = track_state.new_empty(states.shape)
+            out = self.kernel(q, k, values, g, beta, ssm_states=states, track_state=within, **given)
+            track_state.copy_(within[..., : v.shape[-1], :])
+            return out
+
+        layer = DeltaRule(run, v)
+        self.states.compute(layer)
+        return (layer.outputs, None) if return_intermediate_states else layer.outputs
+
+    def effective_extend_kernel(self, *_: Any) -> type[TritonKDAKernel]:
+        """Which kernel it will be."""
+        return TritonKDAKernel
 
 
 class LinkMamba2(LinkStates):

@@ -11,12 +11,14 @@ import torch
 from sglang.srt.configs.falcon_h1 import FalconH1Config
 from sglang.srt.configs.granitemoehybrid import GraniteMoeHybridConfig
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mamba2_config, mambaish_config
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.lfm2_moe import Lfm2MoeConfig
 from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, Mamba2AttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend, ShortConvMetadata
 from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 from sglang.srt.runtime_context import get_parallel
@@ -28,7 +30,7 @@ from sglang_lazy.core.device import read_here
 from sglang_lazy.core.state import as_linked, lazy_state, linked
 from sglang_lazy.port.facts import flags_of, pass_of
 from sglang_lazy.port.hooks import Hooks
-from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkMamba2
+from sglang_lazy.port.model.linked_states import LinkDeltaRule, LinkKDA, LinkMamba2
 from sglang_lazy.recurrent.beginnings import begin_rows
 from sglang_lazy.recurrent.passes import LinkStates
 from sglang_lazy.recurrent.pieces import Pieces
@@ -53,12 +55,14 @@ class Recurrence(NamedTuple):
     keeps_states: whether chunks keep the layers' states.  transition: see `StateLayout`.
     breaks_graphs: whether SGLang's prefill graphs leave these layers out, so that they run between parts of a graph, on
         a batch's own tokens. Layers in graphs know only the batch of the capture.
+    inputs_last: whether SGLang keeps a convolution's last inputs as [width, dim].
     """
 
     config: Any
     keeps_states: bool
     transition: Transition | None = None
     breaks_graphs: bool = False
+    inputs_last: bool = False
 
     @classmethod
     def of(cls, config: Any) -> "Recurrence | None":
@@ -67,6 +71,8 @@ class Recurrence(NamedTuple):
             return None
         if hybrid_gdn_config(config) is not None:
             return cls(recurrent, True, "matrix", breaks_graphs=True)
+        if isinstance(recurrent, KimiLinearConfig):
+            return cls(recurrent, True, "matrix", inputs_last=True)
         mamba2 = mamba2_config(config)
         return cls(
             recurrent,
@@ -84,7 +90,8 @@ class Recurrence(NamedTuple):
     def layout(self) -> StateLayout:
         """Of the states on this rank, once ranks are known; of a model whose chunks keep them."""
         params = self.config.mamba2_cache_params
-        convolutions = len(params.layers), tuple(map(tuple, params.shape.conv)), params.dtype.conv
+        shapes = tuple(tuple(shape[::-1] if self.inputs_last else shape) for shape in params.shape.conv)
+        convolutions = len(params.layers), shapes, params.dtype.conv
         if self.transition is None:
             return StateLayout(*convolutions)
         return StateLayout(*convolutions, tuple(params.shape.temporal), params.dtype.temporal, self.transition)
@@ -94,6 +101,12 @@ def state_layout(config: Any) -> StateLayout | None:
     """The states of a model's recurrent layers on this rank; None if it has none, or chunks keep none."""
     recurrence = Recurrence.of(config)
     return recurrence.layout if recurrence is not None and recurrence.keeps_states else None
+
+
+def has_latents(config: Any) -> bool:
+    """Whether a model's attention is over latents that are not rotated, which chunks serve: that of Kimi Linear."""
+    recurrence = Recurrence.of(config)
+    return recurrence is not None and isinstance(recurrence.config, KimiLinearConfig)
 
 
 _memories = weakref.WeakKeyDictionary[Any, StateMemory]()
@@ -121,6 +134,7 @@ def unfit_states(args: Any, config: Any) -> list[str]:
         f"LoRA with {architecture}: SGLang's memory for adapters has no room for the gate in its queries' weights": (
             bool(flags.enable_lora or flags.lora_paths) and architecture in UNADAPTABLE
         ),
+        f"LoRA with {architecture}: not tested": (bool(flags.enable_lora or flags.lora_paths) and has_latents(config)),
         "--enable-linear-replayssm: the state of a request is not in its slot": (
             flags.enable_linear_replayssm or flags.enable_linear_replayssm_spec
         ),
@@ -152,7 +166,10 @@ class RecurrentLayers:
     def __init__(self, runner: Any, layout: StateLayout):
         num_states, self.max_pieces = _memories[runner.model_config]
         recurrence = Recurrence.of(runner.model_config)
-        self.breaks_graphs = recurrence is not None and recurrence.breaks_graphs
+        assert recurrence is not None, "it has a layout of states"
+        self.breaks_graphs, self._inputs_last = recurrence.breaks_graphs, recurrence.inputs_last
+        if has_latents(runner.model_config):  # SGLang's attention has a row for each piece
+            self.max_pieces = min(self.max_pieces, runner.req_to_token_pool.size)
         self.pool = StatePool(layout, min(num_states, runner.token_to_kv_pool.size), runner.device)
         self._requests, self._streams = runner.req_to_token_pool, torch.get_device_module(runner.device)
         self._of_passes = self._streams.current_stream()
@@ -211,15 +228,21 @@ class RecurrentLayers:
         pieces: with slots of SGLang's pool.
         """
         cache = self._requests.mamba_pool.mamba_cache
-        begin_rows(pieces, self.pool, cache.conv, None if link_states is None else cache.temporal, link_states)
+        begin_rows(
+            pieces, self.pool, self.inputs_of(cache), None if link_states is None else cache.temporal, link_states
+        )
         self.pieces = None
+
+    def inputs_of(self, cache: Any) -> list[torch.Tensor]:
+        """The last inputs of convolutions in SGLang's cache of states, of a layer or all: [..., slots, dim, width]."""
+        return [conv.mT for conv in cache.conv] if self._inputs_last else cache.conv
 
     def save(self, req: Any, slot: int) -> None:
         """Copy the state of a request after the passes launched so far, as what makes it of a state of zero."""
         cache, own = self._requests.mamba_pool.mamba_cache, req.kv.mamba_pool_idx[None]  # as a number, it would be read
         self._of_passes.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._of_passes):
-            for of_chunks, of_requests in zip(self.pool.conv, cache.conv, strict=True):
+            for of_chunks, of_requests in zip(self.pool.conv, self.inputs_of(cache), strict=True):
                 of_chunks[:, slot] = of_requests[:, own][:, 0]
             if self.pool.h is not None and self.pool.p is not None:
                 self.pool.h[:, slot] = cache.temporal[:, own][:, 0]
@@ -280,7 +303,12 @@ class LinkConvolutions(AttentionBackend):
         self.link_pieces, self.link_ends = None, {}
 
 
-LINKS = {ShortConvAttnBackend: LinkConvolutions, GDNAttnBackend: LinkDeltaRule, Mamba2AttnBackend: LinkMamba2}
+LINKS = {
+    ShortConvAttnBackend: LinkConvolutions,
+    GDNAttnBackend: LinkDeltaRule,
+    KDAAttnBackend: LinkKDA,
+    Mamba2AttnBackend: LinkMamba2,
+}
 """What is mixed into SGLang's backends of recurrent layers."""
 
 
