@@ -24,7 +24,11 @@ HOMES = {
     f"{MAMBA}.causal_conv1d": ("causal_conv1d_fn", "causal_conv1d_update"),
     f"{OPS}.attention.linear.fused_gdn_gating": ("fused_gdn_gating",),
     f"{OPS}.attention.fla.chunk": ("chunk_gated_delta_rule",),
-    f"{OPS}.attention.fla.fused_recurrent": ("fused_recurrent_gated_delta_rule_packed_decode",),
+    f"{OPS}.attention.fla.kda": ("chunk_kda",),
+    f"{OPS}.attention.fla.fused_recurrent": (
+        "fused_recurrent_gated_delta_rule_packed_decode",
+        "fused_recurrent_kda_packed_decode",
+    ),
     f"{OPS}.attention.linear.fused_sigmoid_gating_recurrent": ("fused_sigmoid_gating_delta_rule_update",),
     f"{OPS}.mamba.mamba_state_scatter_triton": (
         "scatter_mamba_states_after_mtp_verify",
@@ -44,6 +48,7 @@ HOMES = {
 USERS = (
     "sglang.srt.layers.attention.linear.gdn_backend",
     "sglang.srt.layers.attention.linear.kernels.gdn_triton",
+    "sglang.srt.layers.attention.linear.kernels.kda_triton",
     "sglang.srt.layers.attention.hybrid_linear_attn_backend",
     f"{MAMBA}.mamba",
 )
@@ -60,6 +65,10 @@ def load() -> None:
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # SGLang pins what it tracks in decode, on any device
     torch.cuda.current_device = lambda: "cpu"  # Qwen3-Next's norms are made there
+    backends = importlib.import_module("sglang.srt.models.deepseek_common.attention_backend_handler")
+    absorbed = importlib.import_module("sglang.srt.models.deepseek_common.attention_forward_methods").AttnForwardMethod
+    # The only way for which SGLang's attention on a CPU finds the keys that its pool holds.
+    backends.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed.MLA)
     mixer = importlib.import_module(f"{MAMBA}.mamba")
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):  # it imports these on GPUs only
         for suffix in ("", "_triton"):

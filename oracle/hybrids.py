@@ -16,6 +16,7 @@ import transformers
 from transformers.integrations import hub_kernels
 from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.lfm2_moe import modeling_lfm2_moe
 from transformers.models.nemotron_h import modeling_nemotron_h
@@ -148,12 +149,13 @@ def _layers_know(runs: list[Run]):
         return torch.stack(out)
 
     def delta_rule(query, key, value, g, beta, **_):
-        """query, key: [1, n, heads, K]; value: [1, n, heads, V]; g, beta: [1, n, heads]."""
+        """query, key: [1, n, heads, K]; value: [1, n, heads, V]; g, beta: [1, n, heads], in KDA g for each of K."""
         q, k, v, g, beta = (x[0].double() for x in (query, key, value, g, beta))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        decay = g.exp().view(*beta.shape, -1, 1)
 
         def step(state, t):
-            state = state * g[t].exp()[:, None, None]
+            state = state * decay[t]
             error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
             return state + torch.einsum("hk,hv,h->hkv", k[t], error, beta[t])
 
@@ -180,10 +182,11 @@ def _layers_know(runs: list[Run]):
     delta = (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
     mamba = (modeling_granitemoehybrid, modeling_falcon_h1, modeling_nemotron_h)
     with contextlib.ExitStack() as patches:
-        for module in (modeling_lfm2, modeling_lfm2_moe, *delta, *mamba):
+        for module in (modeling_lfm2, modeling_lfm2_moe, modeling_kimi_linear, *delta, *mamba):
             patches.enter_context(mock.patch.object(module, "causal_conv1d_fn", convolve))
         for module in delta:
             patches.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", delta_rule))
+        patches.enter_context(mock.patch.object(modeling_kimi_linear, "chunk_kimi_delta_attention", delta_rule))
         for module in mamba:
             patches.enter_context(mock.patch.object(module, "mamba2_chunk_scan", mamba2))
         yield

@@ -4,6 +4,8 @@ Their decays are such that they remember hundreds of tokens (see `init_weight`):
 forget within a token, and whatever ignores what a chunk does to a state would pass every test.
 """
 
+import torch
+
 from ..tokenizer import VOCAB_SIZE
 from .spec import MAX_POSITION, ModelSpec, rope, shape
 
@@ -36,6 +38,11 @@ def _with_eyes(name: str, config_class: str, more: dict | None = None, core: boo
     )
 
 
+def _dense_layer_is_no_moe(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Transformers gives all MLPs of a Kimi Linear the name that released checkpoints give those with experts."""
+    return name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."), weight
+
+
 SPECS = [
     # Short convolutions; the state is their last inputs
     ModelSpec(
@@ -63,6 +70,26 @@ SPECS = [
     _with_eyes("qwen3.5-vl", "Qwen3_5Config", core=False),
     _with_eyes("qwen3.5-vl-moe", "Qwen3_5MoeConfig", EXPERTS),
     ModelSpec("qwen3-next", "Qwen3NextConfig", {**_SMALL, **DELTA, **EXPERTS, "decoder_sparse_step": 1}, core=False),
+    # KDA; attention over latents, without a rotation; experts
+    ModelSpec(
+        "kimi-linear",
+        "KimiLinearConfig",
+        dict(
+            **shape(64, 4, 4, 4, layer_types=[*["linear_attention"] * 3, "full_attention"]),
+            **dict(linear_head_dim=16, linear_num_heads=4, linear_conv_kernel_dim=4),
+            **dict(kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=16),
+            **dict(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1),
+            mlp_layer_types=["dense", *["sparse"] * 3],
+            routed_scaling_factor=1.0,  # SGLang's experts on a CPU do not scale
+        ),
+        served=dict(
+            linear_attn_config=dict(
+                kda_layers=[1, 2, 3], full_attn_layers=[4], head_dim=16, num_heads=4, short_conv_kernel_size=4
+            ),
+            **dict(first_k_dense_replace=1, moe_layer_freq=1, mla_use_nope=True),
+        ),
+        released=_dense_layer_is_no_moe,
+    ),
     # Mamba-2; attention without a rotation
     ModelSpec(
         "nemotron-h",

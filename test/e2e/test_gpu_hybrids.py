@@ -29,7 +29,12 @@ NUM_TOKENS = 12
 NEMOTRON = HYBRIDS["nemotron-h"]
 LAYERS = {"layers_block_type": ["mamba", "attention", "moe", "mamba", "moe"]}
 ROUTED = {"n_routed_experts": 4, "moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
+KIMI = HYBRIDS["kimi-linear"]
 MODELS = HYBRIDS | {
+    "kimi-linear": dataclasses.replace(
+        KIMI,
+        served={**KIMI.served, "linear_attn_config": {**KIMI.served["linear_attn_config"], "head_dim": 128}},
+    ),
     # With experts, for which SGLang has no code on a CPU
     "nemotron-3": dataclasses.replace(
         NEMOTRON, settings={**NEMOTRON.settings, **LAYERS, **ROUTED}, served={**NEMOTRON.served, **LAYERS}
@@ -40,6 +45,13 @@ DELTA = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 1
 EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 # Heads and experts of the sizes that CUDA kernels take.
 WIDER = {
+    "kimi-linear": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "linear_head_dim": 128,
+        # Those of released models
+        **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    },
     "lfm2": {"hidden_size": 256, **HEADS},
     "qwen3.5": DELTA,
     "qwen3.5-moe": {**DELTA, **EXPERTS},

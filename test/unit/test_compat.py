@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
@@ -414,6 +415,58 @@ def test_unfit_models(changes, reason):
     """One unsupported property of a model gives one reason, which names it."""
     (given,) = compat.unfit_model(runner(Layer(plain_rope()), **changes))
     assert reason in given
+
+
+class Latents(torch.nn.Module):
+    """Attention over latents of 48 dimensions, the first 32 of which are values, as SGLang's models build it."""
+
+    def __init__(self, rope):
+        super().__init__()
+        self.attn_mqa = RadixAttention(4, 48, 1.0, num_kv_heads=1, layer_id=3, v_head_dim=32)
+        self.attn_mha = RadixAttention(4, 24, 1.0, num_kv_heads=4, layer_id=3, v_head_dim=16)
+        self.rotary_emb = rope
+
+
+def kimi(rotated=False, attention_backend="fa3", mixed=False, **changes):
+    given = runner(Latents(plain_rope() if rotated else None), attention_arch=AttentionArch.MLA, **changes)
+    linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 4}
+    given.model_config.hf_config = KimiLinearConfig(
+        architectures=["KimiLinearForCausalLM"], num_hidden_layers=4, linear_attn_config=linear
+    )
+    given.token_to_kv_pool.get_key_buffer = lambda layer_id: torch.zeros(1, 1, 48)
+    given.server_args.attention_backend = attention_backend
+    given.server_args.flashinfer_mla_disable_ragged, given.server_args.enable_mixed_chunk = False, mixed
+    return given
+
+
+def test_latents_that_are_not_rotated_fit():
+    """Of a model that SGLang never rotates; one layer, however SGLang computes it."""
+    given = kimi()
+    assert compat.unfit_model(given) == []
+    layer = described(given)
+    assert (layer.num_qo_heads, layer.num_kv_heads, layer.head_dim) == (4, 1, 48)
+    assert not layer.rope.cos_sin_cache[:, layer.rope.cos_sin_cache.shape[1] // 2 :].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rotated": True}, "MLA with a rotation"),
+        ({"attention_backend": "flashinfer"}, "--flashinfer-mla-disable-ragged"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}, "fp8 cache"),
+        ({"mixed": True}, "--enable-mixed-chunk"),
+    ],
+)
+def test_unfit_latents(changes, reason):
+    (given,) = compat.unfit_model(kimi(**changes))
+    assert reason in given
+
+
+def test_adapters_on_latents_are_refused():
+    config = kimi().model_config
+    config.is_draft_model = False
+    args = Args(**{**WITH_STATES, "enable_lora": True})
+    assert recurrent.unfit_states(args, config) == ["LoRA with KimiLinearForCausalLM: not tested"]
 
 
 FP8 = {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}

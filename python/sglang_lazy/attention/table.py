@@ -32,7 +32,8 @@ class SegmentTable:
         prompt's last tokens, those that a window may reach in decode, in row order. All positions are NOWHERE if the
         tail is text whose row indices equal its positions.
     tail_ends: int32 [num_rows, max_segments, or 0 without windows], where each segment ends within the tail.
-    batch_type: describes a batch to the attention that reads chunks: `LinkedBatch` or `CrossBatch`.
+    batch_type: describes a batch to the attention that reads chunks: `LinkedBatch`, `CrossBatch` or
+        `UnrotatedBatch`.
     linked_rows: the rows that have an entry here; an entry stays until the row is assigned again.
     stock_attends: whether SGLang's own attention can compute this model; otherwise all rows take the link path.
     model: the served model.

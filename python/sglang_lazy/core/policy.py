@@ -25,6 +25,7 @@ class ServerTraits(NamedTuple):
     cross_attention: whether the model encodes chunks and reads them by cross-attention, outside the text.
     masks_images: whether tokens of an image may see later tokens of the same image.
     recurrent: whether it has recurrent layers, whose states go through chunks as a whole.
+    latents: whether attention over chunks is SGLang's own, over latents that are not rotated.
     min_chunk: the shortest text that is a chunk to them; shorter ones are text.
     preambles: whether chunks can be computed after one.
     """
@@ -36,6 +37,7 @@ class ServerTraits(NamedTuple):
     cross_attention: bool = False
     masks_images: bool = False
     recurrent: bool = False
+    latents: bool = False
     min_chunk: int = 0
     preambles: bool = True
 
@@ -205,6 +207,8 @@ def refusal(policy: Policy, server: ServerTraits) -> str | None:
     """The reason why a server cannot serve a policy, or None."""
     if server.cross_attention and policy.reuses and not _keeps_whole_chunks(policy):
         return f"link {policy}: this model reads whole chunks through an encoder, so it supports only block and full"
+    if server.latents and policy.probes:
+        return f"link {policy}: SGLang's own attention reads this model's chunks, and does not tell which it attends to"
     if policy.preamble != "none" and policy.reuses and not server.preambles:
         return f"link {policy}: this model's convolutions do not show what a preamble leaves before a chunk"
     if server.recurrent and policy.reuses and not policy.whole_chunks and not _keeps_whole_chunks(policy, around=True):

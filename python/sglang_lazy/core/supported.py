@@ -29,6 +29,7 @@ TESTED = frozenset(
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "InternLM3ForCausalLM",
+        "KimiLinearForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
         "LlamaForCausalLM",

@@ -10,6 +10,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.attention.unrotated import UnrotatedBatch
 from sglang_lazy.port.hooks import Hooks
 
 _STOCK, _LINK = "stock", "link"
@@ -53,7 +54,9 @@ def add_variants(graph_runner: Any) -> None:
     SGLang gives variants of its own reuse no chunks."""
     runner = graph_runner.model_runner
     table = table_of(runner.req_to_token_pool)
-    if table is not None and not runner.is_draft_worker:
+    if table is None or runner.is_draft_worker:
+        return
+    if table.batch_type is not UnrotatedBatch:  # whose decode is SGLang's
         graph_runner.attention_graph_variants = LinkVariants(table)
 
 

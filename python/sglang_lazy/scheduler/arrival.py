@@ -197,7 +197,8 @@ class Arrival:
         if len(prompt.spans) > self.limits.max_pieces:
             raise Refusal(
                 "pool",
-                f"{len(prompt.spans)} pieces of text, but memory is for {self.limits.max_pieces} (--lazy-state-share)",
+                f"{len(prompt.spans)} pieces of text, but a pass takes {self.limits.max_pieces} (--lazy-state-share, "
+                "with MLA also --max-running-requests)",
             )
         chunks, longest = sum(lens.values()), max(lens.values())
         # SGLang counts one more, and leaves one

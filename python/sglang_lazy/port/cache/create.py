@@ -135,10 +135,10 @@ def reserve_explained() -> Iterator[None]:
 
 
 def _buffers(kv: Any) -> list[Sequence[torch.Tensor]]:
-    """The buffers of each layer of SGLang's pool; none for layers without KV."""
+    """The buffers of each layer of SGLang's pool; none for layers without KV. Latents are one buffer."""
     if isinstance(kv, HybridLinearKVPool):
-        with_kv = kv.full_attention_layer_id_mapping
-        return [kv.get_kv_buffer(layer) if layer in with_kv else () for layer in range(max(with_kv) + 1)]
+        with_kv, parts = kv.full_attention_layer_id_mapping, 1 if kv.use_mla else 2
+        return [kv.get_kv_buffer(layer)[:parts] if layer in with_kv else () for layer in range(max(with_kv) + 1)]
     return [kv.get_kv_buffer(layer) for layer in range(kv.start_layer, kv.start_layer + kv.layer_num)]
 
 

@@ -99,6 +99,14 @@ def copy_slots(
         out[place : place + length] = req_to_token[row, start : start + length]
 
 
+def copy_ranges(
+    req_to_token: torch.Tensor, pool_indices: torch.Tensor, out: torch.Tensor, ranges: Sequence[torch.Tensor]
+) -> None:
+    """Copy the slots of `ranges` to `out`.  ranges: from `row_ranges`, on the device."""
+    requests, *ranges = ranges
+    copy_slots(req_to_token, out, pool_indices[requests], *ranges)
+
+
 class LinkAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_link_path`.
 
@@ -155,15 +163,13 @@ class LinkAttention(AttentionBackend):
             self.link_planned = self.link_decode.of(rows_of(forward_batch))
             return
         pool_indices = forward_batch.req_pool_indices
-        copy_ranges = functools.partial(self._copy_ranges, pool_indices)
+        copy = functools.partial(copy_ranges, self.link_rows.req_to_token, pool_indices)
         if len(current.linked):
-            self.link_prefill = current.prepared(
-                lambda: PrefillRows.of(current, pool_indices, self.link_table, copy_ranges)
-            )
+            self.link_prefill = current.prepared(lambda: PrefillRows.of(current, pool_indices, self.link_table, copy))
             if (probes := self.link_table.probes) is not None:
                 self.link_probe_rows = probes.rows(self.link_prefill.rows)
         if len(current.linked) < len(current.rows):
-            self.link_stock_part = part = StockPart.of(forward_batch, current, copy_ranges)
+            self.link_stock_part = part = StockPart.of(forward_batch, current, copy)
             with part.shown_to(self.link_rows.req_to_token):
                 super().init_forward_metadata(part.batch)
 
@@ -184,11 +190,6 @@ class LinkAttention(AttentionBackend):
         self.link_planned = self.link_decode.of(rows_of(forward_batch), for_graph=True)
         if self.link_model.window_slots is not None:
             self.link_window_slots = self.link_model.window_slots[forward_batch.out_cache_loc]
-
-    def _copy_ranges(self, pool_indices: torch.Tensor, out: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
-        """Copy the slots of `ranges` to `out`.  ranges: from `row_ranges`, on the device."""
-        requests, *ranges = ranges
-        copy_slots(self.link_rows.req_to_token, out, pool_indices[requests], *ranges)
 
     # Attention
 

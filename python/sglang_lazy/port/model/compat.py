@@ -19,7 +19,7 @@ from sglang_lazy.core.supported import ATTENTION_BACKENDS, DRAFTING, MAX_DRAFTS,
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import INV_FREQ, attention_layers, attention_modules
-from sglang_lazy.port.model.recurrent import Recurrence
+from sglang_lazy.port.model.recurrent import Recurrence, has_latents
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:
@@ -131,13 +131,13 @@ def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
 
     untested: whether architectures outside TESTED are allowed.
     """
-    if config.attention_arch == AttentionArch.MLA:
+    if config.attention_arch == AttentionArch.MLA and not has_latents(config):
         return ["MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
     kinds = set(getattr(config.hf_text_config, "layer_types", None) or ())
     recurrent = sorted(kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention")
     recurrence = Recurrence.of(config)
     if recurrence is not None and not recurrence.keeps_states:
-        return ["recurrent layers: chunks hold states of short convolutions, Mamba-2 and gated delta rules only"]
+        return ["recurrent layers: chunks hold states of short convolutions, Mamba-2, gated delta rules and KDA only"]
     if recurrent and recurrence is None:
         return [f"layers of type {', '.join(recurrent)}: chunks hold no recurrent state"]
     reasons = []
@@ -162,7 +162,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     """
     config = runner.model_config
     reasons = unfit_config(config, untested=untested)
-    if config.attention_arch == AttentionArch.MLA:
+    latents = has_latents(config)
+    if config.attention_arch == AttentionArch.MLA and not latents:
         return reasons  # what follows reads keys and values by heads
     recurrence = Recurrence.of(config)
     expected = config.num_hidden_layers if recurrence is None else recurrence.num_attention_layers
@@ -187,7 +188,9 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
             )
         if flags.enable_torch_compile:
             reasons.append("--enable-torch-compile: it would compile layers without the cross layers before them")
-    return [*reasons, *unfit_layers(runner.model, may_lack_rotation=recurrence is not None)] or _unfit_pools(runner)
+    if latents:
+        reasons += [reason for reason, applies in _unfit_latents(runner).items() if applies]
+    return [*reasons, *unfit_layers(runner.model, recurrence is not None, latents)] or _unfit_pools(runner)
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:
@@ -198,24 +201,41 @@ def kv_scales(layer: Any) -> tuple[float, float]:
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
-def unfit_layers(model: torch.nn.Module, may_lack_rotation: bool) -> list[str]:
+def _unfit_latents(runner: Any) -> dict[str, bool]:
+    """Reasons in how a model with attention over latents is run, each with whether it applies."""
+    flags = flags_of(runner.server_args)
+    return {
+        "--attention-backend flashinfer: it expands the latents of prompts without a cached prefix, which those with "
+        "chunks cannot have; --flashinfer-mla-disable-ragged has it read them": (
+            "flashinfer" in attention_backends(runner.server_args) and not flags.flashinfer_mla_disable_ragged
+        ),
+        "MLA in an fp8 cache: not tested": runner.kv_cache_dtype != runner.dtype,
+        "--enable-mixed-chunk with MLA: SGLang's attention may not have room for all pieces": flags.enable_mixed_chunk,
+    }
+
+
+def unfit_layers(model: torch.nn.Module, may_lack_rotation: bool, latents: bool = False) -> list[str]:
     """Reasons in the attention layers, each given once.
 
     may_lack_rotation: whether attention without positions is what the model means; elsewhere positions may be in its
         embeddings.
+    latents: whether attention reads latents, which are its keys and, in part, its values; they must not be rotated.
     """
     probed = {module.attn for module in attention_modules(model)}
     reasons: dict[str, None] = {}
     for attn, rope in attention_layers(model):
         properties = {
             "layers without a rotary embedding: linked attention rotates the queries of all": (
-                rope is None and not (may_lack_rotation and attn in probed)
+                rope is None and not latents and not (may_lack_rotation and attn in probed)
+            ),
+            "MLA with a rotation: the link kernels cannot separate the rotary part of keys from the latent one": (
+                latents and rope is not None
             ),
             f"rotary embedding {type(rope).__name__}: its angles are not position times a fixed frequency": (
                 rope is not None and type(rope) not in INV_FREQ
             ),
             f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: they must be the same for keys and values": (
-                attn.qk_head_dim != attn.v_head_dim
+                attn.qk_head_dim != attn.v_head_dim and not latents
             ),
             f"logit cap by {attn.logit_capping_method}: linked attention supports tanh": (
                 bool(attn.logit_cap) and attn.logit_capping_method != "tanh"

@@ -89,6 +89,10 @@ def attention_modules(model: torch.nn.Module) -> Iterator[Any]:
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.nn.Module | None]]:
     """Each attention layer of `model` with its rotary embedding, or None."""
     found = set()
+    for module in model.modules():
+        if isinstance(latents := getattr(module, "attn_mqa", None), RadixAttention):
+            found |= {latents, module.attn_mha}  # the second is another way to compute the same layer
+            yield latents, module.rotary_emb
     for module in attention_modules(model):
         found.add(module.attn)
         yield module.attn, getattr(module, "rotary_emb", None)

@@ -16,8 +16,9 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_lazy.attention import cost
 from sglang_lazy.attention.kernels import choose_kernels
 from sglang_lazy.attention.metadata import axes_of
-from sglang_lazy.attention.rows import AttentionRow
+from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
 from sglang_lazy.attention.table import SegmentTable, measuring, table_of
+from sglang_lazy.attention.unrotated import UnrotatedBatch
 from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
@@ -31,8 +32,9 @@ from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
 from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
+from sglang_lazy.port.model.latents import LatentAttention
 from sglang_lazy.port.model.layers import attention_layers, check_layers, describe_layers, window_of
-from sglang_lazy.port.model.recurrent import RecurrentLayers, state_layout, unfit_states
+from sglang_lazy.port.model.recurrent import RecurrentLayers, has_latents, state_layout, unfit_states
 
 logger = logging.getLogger(__name__)
 HOOKS = Hooks()
@@ -73,6 +75,8 @@ def wrap_backend(factory: Callable) -> Callable:
                 raise
             logger.warning("Serving without chunk reuse: %s", "; ".join(error.reasons))
             return backend
+        if has_latents(runner.model_config):
+            return with_link_path(backend, runner, pool.segment_table, path=LatentAttention)
         attach = with_link_path if chunk_pool_of(runner) is None else with_cross_attention
         return attach(backend, runner, pool.segment_table)
 
@@ -96,9 +100,11 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
         cross_layers = pool.served_model(choose_kernels(config, pool.layers, *kinds))
         return SegmentTable(num_rows, config.max_chunks, runner.device, cross_layers, CrossBatch)
+    latents = has_latents(runner.model_config)
     try:
         layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
-        layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
+        if not latents:  # which rotate nothing
+            layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
     except ValueError as error:
         raise Unfit([str(error)]) from error
     if architecture(runner.model_config) not in TESTED:
@@ -107,14 +113,16 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
             "under link full (python -m sglang_lazy.verify)",
             architecture(runner.model_config),
         )
-    layers = choose_kernels(config, layers, *kinds)
+    if not latents:  # which SGLang's own attention reads
+        layers = choose_kernels(config, layers, *kinds)
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}
     hybrid = isinstance(runner.token_to_kv_pool, SWAKVPool)
     window_slots = runner.token_to_kv_pool.full_to_swa_index_mapping if hybrid else None
     model = ServedModel(kv_buffers, layers, window_slots)
     default.warm_up(model)
     attends = stock_attends(backend, layers, hybrid)
-    table = SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=attends)
+    batch_type = UnrotatedBatch if latents else LinkedBatch
+    table = SegmentTable(num_rows, config.max_chunks, runner.device, model, batch_type, attends)
     if (layout := state_layout(runner.model_config)) is not None:
         table.recurrent = RecurrentLayers(runner, layout)
     return table
@@ -147,6 +155,7 @@ def server_traits(runner: Any) -> ServerTraits:
         cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
         recurrent=layout is not None,
+        latents=has_latents(runner.model_config),
         min_chunk=0 if layout is None else layout.min_chunk,
         preambles=layout is None or layout.ssm is not None,  # short convolutions do not show their inputs
     )
