@@ -58,7 +58,7 @@ WAYS = {
         **dict(attention_backend="fa3", chunked_prefill_size=1024, disable_shared_experts_fusion=True),
         **chain(3),
     },
-    "NEXTN qwen3.5": {"attention_backend": "fa3", "max_running_requests": 16, **chain(3)},
+    "NEXTN qwen3.5": {"attention_backend": "fa3", "max_running_requests": 16, "lazy_state_share": 0.02, **chain(3)},
     # Windows, in a pool of their own; the draft reads the model's KV
     "FROZEN_KV_MTP gemma4": options_of("gemma4", **chain(3)),
     "FROZEN_KV_MTP gemma4 eager": options_of("gemma4", disable_cuda_graph=True, **chain(3)),

@@ -101,6 +101,18 @@ def test_each_adapter_has_its_own_chunks_and_states(served):
 
 
 @pytest.mark.nightly
+def test_an_adapter_without_a_place_ends_nothing(model_dir, with_plugin, tmp_path):
+    """SGLang takes an adapter of Nemotron-H's MLP, and the first request under it would end the scheduler."""
+    name, modules, dice = "nemotron-h", [*ATTENTION, *MLP[1:]], Dice("refused")
+    made = random_adapter(build_model(HYBRIDS[name], model_dir), tmp_path / "made", 1, 4, modules)
+    options = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": modules, "max_loras_per_batch": 2}
+    with serving(name, model_dir, with_plugin, **options) as served:
+        loaded = served.engine.call("load_lora_adapter", "made", str(made))
+        assert not loaded.success and "mixer.up_proj" in loaded.error_message
+        served.answer([dice.text(9), dice.chunk(40), dice.text(12)])
+
+
+@pytest.mark.nightly
 def test_adapters_with_drafts(model_dir, with_plugin, tmp_path):
     """Which a layer of the model makes without an adapter."""
     dice, name, names = Dice("drafts"), "qwen3.5-vl", [None, *RANKS]

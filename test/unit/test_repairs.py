@@ -15,7 +15,7 @@ from sglang.srt.sampling.watermarking import core
 
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
-from sglang_lazy.port.repairs import http, processes
+from sglang_lazy.port.repairs import adapters, http, processes
 from sglang_lazy.port.scheduler import steps
 
 
@@ -123,3 +123,28 @@ def test_several_workers_keep_their_adapters():
     manager = SimpleNamespace(server_args=SimpleNamespace(tokenizer_worker_num=2))
     answer = asyncio.run(http.refuse_with_workers(change, manager, None))
     assert not answer.success and "--lora-paths" in answer.error_message
+
+
+@pytest.mark.parametrize(
+    "module, of_server, fits",
+    [
+        ("mlp.gate_up_proj", {}, True),  # as SGLang calls the two once it has read them
+        ("mixer.up_proj", {}, False),
+        ("mixer.up_proj", {"target_modules": {"qkv_proj", "gate_up_proj"}}, False),
+        ("self_attn.qkv_proj", {"target_modules": {"qkv_proj"}}, True),
+    ],
+)
+def test_an_adapter_without_a_place_is_refused(module, of_server, fits):
+    """SGLang looks for `gate_up_proj` once an adapter says that it adapts `up_proj`."""
+    layer = SimpleNamespace(weights={f"base_model.model.layers.0.{module}.lora_A.weight": None})
+    manager = SimpleNamespace(
+        configs={"id": SimpleNamespace(target_modules=["up_proj"])},
+        loras={"id": SimpleNamespace(layers=[layer])},
+        **of_server,
+    )
+    if fits:
+        adapters.find_places(None, manager, SimpleNamespace(lora_id="id"))
+    else:
+        with pytest.raises(ValueError, match=f"{module}.* does not serve adapters of this module in this model"):
+            adapters.find_places(None, manager, SimpleNamespace(lora_id="id"))
+    assert ("id" in manager.loras, "id" in manager.configs) == (fits, fits)
