@@ -428,6 +428,7 @@ class Latents(torch.nn.Module):
 
 
 def kimi(rotated=False, attention_backend="fa3", mixed=False, **changes):
+    changes = {"req_to_token_pool": SimpleNamespace(size=2), **changes}
     given = runner(Latents(plain_rope() if rotated else None), attention_arch=AttentionArch.MLA, **changes)
     linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 4}
     given.model_config.hf_config = KimiLinearConfig(
@@ -455,6 +456,7 @@ def test_latents_that_are_not_rotated_fit():
         ({"attention_backend": "flashinfer"}, "--flashinfer-mla-disable-ragged"),
         ({"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}, "fp8 cache"),
         ({"mixed": True}, "--enable-mixed-chunk"),
+        ({"req_to_token_pool": SimpleNamespace(size=1)}, "--max-running-requests 1"),
     ],
 )
 def test_unfit_latents(changes, reason):

@@ -210,6 +210,9 @@ def _unfit_latents(runner: Any) -> dict[str, bool]:
             "flashinfer" in attention_backends(runner.server_args) and not flags.flashinfer_mla_disable_ragged
         ),
         "MLA in an fp8 cache: not tested": runner.kv_cache_dtype != runner.dtype,
+        "--max-running-requests 1 with MLA: SGLang's attention has no room for a chunk behind a preamble": (
+            runner.req_to_token_pool.size < 2
+        ),
         "--enable-mixed-chunk with MLA: SGLang's attention may not have room for all pieces": flags.enable_mixed_chunk,
     }
 
