@@ -326,8 +326,10 @@ def test_states_take_memory_only_where_chunks_are_reused(monkeypatch, strategy, 
     monkeypatch.setenv(ENV_VAR, json.dumps(given))
     args, config = Args(**{**WITH_STATES, "mamba_radix_cache_strategy": strategy}), lfm2_config()
     config.head_dim, config.v_head_dim, config.get_num_kv_heads = 64, 32, lambda ranks: 8 // ranks
+    config.kv_lora_rank, config.qk_rope_head_dim = 48, 16
     configurator = SimpleNamespace(model_config=config, server_args=args, kv_cache_dtype=torch.bfloat16)
-    assert recurrent.kv_bytes(configurator) == len(config.hf_config.full_attention_layer_ids) * 4 * (64 + 32) * 2
+    for config.attention_arch, width in ((AttentionArch.MLA, 48 + 16), (AttentionArch.MHA, 4 * (64 + 32))):
+        assert recurrent.kv_bytes(configurator) == len(config.hf_config.full_attention_layer_ids) * width * 2
     left = recurrent.leave_room(lambda _, memory: memory, configurator, 2.0)
     assert left == pytest.approx(2 * (1 - share))
     memory = recurrent._memories.get(configurator.model_config, (0, 0))

@@ -14,6 +14,7 @@ from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mamba2_config, mam
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.lfm2 import Lfm2Config
 from sglang.srt.configs.lfm2_moe import Lfm2MoeConfig
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, Mamba2AttnBackend
@@ -148,8 +149,11 @@ def kv_bytes(configurator: Any) -> int:
     """Of a token on this rank.  configurator: SGLang's, of a model with recurrent layers."""
     config, recurrence = configurator.model_config, Recurrence.of(configurator.model_config)
     assert recurrence is not None
-    heads = config.get_num_kv_heads(get_parallel().attn_tp_size) * (config.head_dim + config.v_head_dim)
-    return recurrence.num_attention_layers * heads * configurator.kv_cache_dtype.itemsize
+    if config.attention_arch == AttentionArch.MLA:  # all ranks have the same latents
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        width = config.get_num_kv_heads(get_parallel().attn_tp_size) * (config.head_dim + config.v_head_dim)
+    return recurrence.num_attention_layers * width * configurator.kv_cache_dtype.itemsize
 
 
 class RecurrentLayers:
