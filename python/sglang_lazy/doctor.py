@@ -59,7 +59,6 @@ def refusals(config: LazyConfig, rest: Sequence[str]) -> str | None:
     sglangs_parser().parse_args(rest)
     try:
         server_args = prepare_server_args(list(rest))
-        config.check_shadow(server_args.enable_metrics, server_args.tokenizer_worker_num)
         check_start(config, server_args)
     except (ValueError, OSError) as error:  # the last from a model that is not there
         return str(error)

@@ -116,15 +116,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = sglangs_parser()
     parser.parse_args(rest)
     server_args = prepare_server_args(rest)
-    refuse = parser.error
     try:
         get_policy(config.default_link)  # a plugin of SGLang's may have added it
     except ValueError as error:
-        refuse(f"{flag('default_link')}: {error}")
-    try:
-        config.check_shadow(server_args.enable_metrics, server_args.tokenizer_worker_num)
-    except ValueError as error:
-        refuse(str(error))
+        parser.error(f"{flag('default_link')}: {error}")
     try:
         check_start(config, server_args)
     except ValueError as error:

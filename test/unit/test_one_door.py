@@ -25,7 +25,7 @@ PUBLIC = {
 
 SGLANG = {
     *("req", "request", "batch", "running_batch", "forward_batch", "scheduler", "manager", "obj", "runner"),
-    *("owner", "probe_req", "tokenizer_manager"),
+    *("owner", "probe_req", "tokenizer_manager", "server_args", "model_config", "multimodal_inputs"),
 }
 """Names of variables, parameters and attributes that hold objects of SGLang's, wherever they are. Outside of the port
 they are handed on, not looked into: what is needed of them comes in, or is asked of `Facts`."""

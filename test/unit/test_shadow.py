@@ -370,7 +370,7 @@ def test_bad_minimums():
         LazyConfig(shadow_min_agreement=0.9)
 
 
-def test_shadows_that_nobody_would_see_are_refused(monkeypatch, capsys):
+def test_shadows_that_nobody_would_see_are_refused(monkeypatch):
     """In an engine and in servers without metrics; refused before any model is loaded."""
     from sglang_lazy import Engine, Runtime, launch_server
     from sglang_lazy.port import plugin
@@ -387,4 +387,4 @@ def test_shadows_that_nobody_would_see_are_refused(monkeypatch, capsys):
         args.enable_metrics, args.tokenizer_worker_num = metrics, workers
         with pytest.raises(SystemExit) as ended:
             launch_server.main(["--model-path", "m", "--lazy-shadow-rate", "0.1"])
-        assert ended.value.code == 2 and f"error: --lazy-shadow-rate {reason}" in capsys.readouterr().err
+        assert str(ended.value.code).startswith(f"error: --lazy-shadow-rate {reason}")

@@ -181,10 +181,10 @@ class LazyConfig:
             raise BadSetting("shadow_min_agreement", "watches what shadow mode compares, which is off (its rate is 0)")
 
     def check_shadow(self, metrics: bool, workers: int) -> None:
-        """Raise ValueError if shadow mode is on without metrics or with several tokenizer workers."""
-        if self.shadow_rate and not metrics:
+        """Raise ValueError for shadow mode without metrics or with several tokenizer workers."""
+        if not metrics:
             raise ValueError("--lazy-shadow-rate publishes its result as metrics: add --enable-metrics")
-        if self.shadow_rate and workers > 1:
+        if workers > 1:
             raise ValueError(
                 "--lazy-shadow-rate needs one tokenizer worker: a shadow gives way to requests, and each worker sees "
                 "only its own"

@@ -37,9 +37,7 @@ class Engine(ChunkMethods, engine.Engine):
         server_args = kwargs.get("server_args")
         if server_args is None:
             server_args = self.server_args_class(**{"log_level": "error", **kwargs})
-        if server_args.tokenizer_worker_num > 1:
-            raise ValueError("an engine tokenizes in this process: tokenizer_worker_num must be 1")
-        check_start(config, server_args)
+        check_start(config, server_args, in_process=True)
         super().__init__(server_args=server_args)
         selftest.of_engine(self)
 

@@ -21,7 +21,6 @@ class Runtime(runtime_endpoint.Runtime):
         check_policy(config.default_link)
         if kwargs.get("tokenizer_worker_num", 1) > 1:
             raise ValueError("a Runtime has one tokenizer worker: python -m sglang_lazy.launch_server can have several")
-        config.check_shadow(kwargs.get("enable_metrics", False), workers=1)
         plugin.activate(config)
         load_plugins()
         check_start(config, ServerArgs(*args, log_level=log_level, **kwargs))

@@ -24,20 +24,25 @@ def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> l
     return ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
 
 
-def check_start(config: LazyConfig, args: ServerArgs) -> None:
+def check_start(config: LazyConfig, args: ServerArgs, in_process: bool = False) -> None:
     """Raise Unfit if SGLang's flags, the model's configuration or this machine do not allow chunk reuse, unless
     `config` has the fallback.
 
+    in_process: whether requests are tokenized in this process, as an engine's are.
     Raises ValueError, in any case, for flags under which SGLang could not serve, or no prompt that names no policy.
     """
+    if in_process and args.tokenizer_worker_num > 1:
+        raise ValueError("an engine tokenizes in this process: tokenizer_worker_num must be 1")
+    if config.shadow_rate:
+        config.check_shadow(args.enable_metrics, args.tokenizer_worker_num)
     if args.device == "cpu" and args.grammar_backend == "xgrammar":
         raise ValueError(
             "--grammar-backend xgrammar masks tokens on a GPU: on a CPU, leave it out or use llguidance or outlines"
         )
     args.resolve_once()
-    if flags_of(args).radix_cache_backend is None:
-        raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")
     flags = flags_of(args)
+    if flags.radix_cache_backend is None:
+        raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")
     if config.keys:
         check_keys(config.keys, flags.api_key, flags.admin_api_key, flags.tokenizer_worker_num)
     if reason := _unfit_default(config, args):
@@ -46,7 +51,7 @@ def check_start(config: LazyConfig, args: ServerArgs) -> None:
         return
     model_config = model_config_of(args)
     model = unfit_states(args, model_config) + unfit_config(model_config, untested=config.untested_model)
-    kernels = jit.missing(torch.device(flags_of(args).device)) if config.kernels == "cuda" else None
+    kernels = jit.missing(torch.device(flags.device)) if config.kernels == "cuda" else None
     if reasons := unfit_flags(args) + model + ([f"--lazy-kernels cuda: {kernels}"] if kernels else []):
         raise Unfit(reasons)
 
