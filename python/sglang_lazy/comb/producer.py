@@ -11,6 +11,7 @@ import torch
 
 from sglang_lazy.cache.node import Node
 from sglang_lazy.chunks.row_cache import RowCache
+from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.comb.encoder_rows import EncoderRows
 from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.fills import Encoding
@@ -20,7 +21,7 @@ from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.request import Request
 from sglang_lazy.core.state import linked
 from sglang_lazy.scheduler.facts import Facts, Taken
-from sglang_lazy.scheduler.producer import shares
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer, shares
 
 
 class EncoderProducer:
@@ -134,3 +135,21 @@ class Encoder:
             location = torch.cat(places)
             for layer, (keys, values) in enumerate(self._encode(to_device(ids, rows.positions.device), rows)):
                 self._write(layer, location, keys, values)
+
+
+def new_producer(
+    store: ChunkStore,
+    facts: Facts,
+    new_request: NewRequest,
+    max_tokens: int,
+    max_pieces: float,
+    encode: Callable[[Sequence[Encoding]], None] | None,
+) -> Producer:
+    """What computes the missing chunks of a server: fills, or an encoder if the model has one.
+
+    max_tokens, max_pieces: of one fill, see `FillProducer`.  encode: launches the encoder; None without one.
+    """
+    if encode is None:
+        return FillProducer(store.pending, facts, new_request, max_tokens, max_pieces)
+    device = store.device
+    return EncoderProducer(store.pending, facts, max_tokens, device.allocate, device.free, encode)

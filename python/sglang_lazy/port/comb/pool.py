@@ -5,7 +5,7 @@ As with the link path, an attention backend keeps its name and gets a subclass o
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from sglang_lazy.comb.config import ARCHITECTURE, CROSS, ENCODER
 from sglang_lazy.comb.cross import CrossReader
 from sglang_lazy.comb.producer import Encoder
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.model import NO_ROTATION, AttentionLayer, LayerRope, ServedModel
+from sglang_lazy.core.model import NO_ROTATION, AttentionLayer, LayerRope
 from sglang_lazy.port.facts import tp_size
 from sglang_lazy.port.graphs import batch_of_graph
 from sglang_lazy.port.hooks import Hooks
@@ -65,10 +65,6 @@ class ChunkPool:
         rope = LayerRope(torch.zeros(NO_ROTATION), 1, True, runner.device)
         self.layers = dict.fromkeys(range(num_layers), AttentionLayer(*heads, config.head_dim, rope))
         logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
-
-    def served_model(self, layers: Mapping[int, AttentionLayer]) -> ServedModel:
-        """The cross layers as a `ServedModel`.  layers: these, each with its kernels."""
-        return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, layers)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.kv.set_kv_buffer(None, KVWriteLoc(slots), keys, values, layer_id_override=layer)

@@ -59,11 +59,6 @@ POSITIONS = (1, 1000, 1 << 62)
 """Positions at which a layer is compared with itself at position 0; the last means the end of the context."""
 
 
-def on_axes(positions: torch.Tensor, rope: Any) -> torch.Tensor:
-    """Positions of text, [n], in the shape that SGLang's module `rope` expects: [3, n] if it has several axes."""
-    return positions.repeat(3, 1) if isinstance(rope, mrope.MRotaryEmbedding) else positions
-
-
 def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:
     """The rotation of `rope`, a rotary module of SGLang or Hugging Face; one that changes nothing if it is None.
 
@@ -188,7 +183,9 @@ def run_layer(
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(len(places) + 1, 1)
-    positions = on_axes(torch.tensor([0, *places], device=device), rope)
+    positions = torch.tensor([0, *places], device=device)
+    if isinstance(rope, mrope.MRotaryEmbedding):
+        positions = positions.repeat(3, 1)  # text, on its axes
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     arguments = dict(positions=positions, position_ids=positions, hidden_states=hidden, forward_batch=batch)
     if rotation is not None:

@@ -98,7 +98,8 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     kinds = torch.device(runner.device), runner.dtype, runner.kv_cache_dtype
     if num_cross_layers(runner.model_config):
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
-        cross_layers = pool.served_model(choose_kernels(config, pool.layers, *kinds))
+        layers = choose_kernels(config, pool.layers, *kinds)
+        cross_layers = ServedModel({layer_id: pool.kv.get_kv_buffer(layer_id) for layer_id in layers}, layers)
         return SegmentTable(num_rows, config.max_chunks, runner.device, cross_layers, CrossBatch)
     latents = has_latents(runner.model_config)
     try:

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.comb.producer import EncoderProducer
+from sglang_lazy.comb.producer import new_producer
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.policy import ServerTraits
@@ -27,7 +27,7 @@ from sglang_lazy.port.scheduler import upkeep
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, refuse_chunks
 from sglang_lazy.scheduler.preambles import check_default_preamble, neutral_preamble
-from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
+from sglang_lazy.scheduler.producer import NewRequest
 
 HOOKS = Hooks()
 _SCHEDULER = HOOKS.on("sglang.srt.managers.scheduler.Scheduler")
@@ -86,12 +86,7 @@ def new_admission(
         num_states=math.inf if recurrent is None else recurrent.pool.size,
         max_pieces=math.inf if recurrent is None else recurrent.max_pieces,
     )
-    producer: Producer
-    if encode is None:
-        producer = FillProducer(rows.store.pending, facts, new_request, limits.max_fill_tokens, limits.max_pieces)
-    else:
-        device, most = rows.store.device, limits.max_fill_tokens
-        producer = EncoderProducer(rows.store.pending, facts, most, device.allocate, device.free, encode)
+    producer = new_producer(rows.store, facts, new_request, limits.max_fill_tokens, limits.max_pieces, encode)
     arrival = Arrival(rows.store, facts, limits, new_request)
     return ChunkAdmission(facts, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, max_pinned)
 
