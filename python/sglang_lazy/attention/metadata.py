@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sgl_kernel_lazy.rows import ExtendRows, Rows
-from sglang_lazy.attention.rows import LinkedBatch, row_ranges
+from sglang_lazy.attention.rows import AttentionRow, LinkedBatch, row_ranges
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import DecodePlan
@@ -203,6 +203,14 @@ def axes_of(positions: np.ndarray, listed: torch.Tensor | None, delta: int) -> t
         return index.expand(3, -1)
     last = listed.shape[1] - 1
     return torch.where(index <= last, listed.to(index)[:, index.clamp(max=last)], index + delta)
+
+
+def axes_of_rows(rows: Sequence[AttentionRow], given: Sequence[tuple[torch.Tensor | None, int]]) -> torch.Tensor:
+    """The positions on three axes of the new tokens of these rows, int64 [3, n].
+
+    given: of each request of the batch, `listed` and `delta`, see `axes_of`.
+    """
+    return torch.cat([axes_of(row.positions[row.prefix_len :], *given[row.request]) for row in rows], 1)
 
 
 def one_token(table: SegmentTable) -> ExtendRows:

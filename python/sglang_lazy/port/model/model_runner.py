@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_lazy.attention import cost
 from sglang_lazy.attention.kernels import choose_kernels
-from sglang_lazy.attention.metadata import axes_of
-from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
+from sglang_lazy.attention.metadata import axes_of_rows
+from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable, measuring, table_of
 from sglang_lazy.attention.unrotated import UnrotatedBatch
 from sglang_lazy.comb.cross import CrossBatch
@@ -243,17 +243,12 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
         if forward_batch.mrope_positions is not None:
-            place_rows(forward_batch, batch, table.current.rows)
-
-
-def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> None:
-    """Set the multi-axis positions of a prefill batch whose rows are permuted."""
-    places = []
-    for row in rows:
-        inputs, positions = batch.multimodal_inputs[row.request], row.positions[row.prefix_len :]
-        shown = (None, 0) if inputs is None else (inputs.mrope_positions, inputs.mrope_position_delta.item())
-        places.append(axes_of(positions, *shown))
-    forward_batch.mrope_positions = to_device(torch.cat(places, 1).numpy(), forward_batch.positions.device)
+            given = [
+                (None, 0) if inputs is None else (inputs.mrope_positions, inputs.mrope_position_delta.item())
+                for inputs in batch.multimodal_inputs
+            ]
+            places = axes_of_rows(table.current.rows, given)
+            forward_batch.mrope_positions = to_device(places.numpy(), positions.device)
 
 
 @HOOKS.on("sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner").feature(

@@ -5,8 +5,6 @@ resumed but was not released, a recording that is not configured. Here the opera
 scheduler waits for requests that are only ending, and is refused while others are there. A paused scheduler counts as
 idle if nothing has a row: waiting requests hold no KV that a flush could take from them, as SGLang documents of
 `retract`.
-
-Can go once SGLang answers errors of these messages and flushes a cache that is paused in retract mode.
 """
 
 import logging
