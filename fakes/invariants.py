@@ -76,7 +76,7 @@ def check_host_slots(pools: Any) -> None:
         if node.slots is None and not node.children:
             leaves.add(node)
     assert sorted(places) == list(range(free.size))
-    assert tiers.host._leaves == leaves
+    assert tiers.host._leaves.nodes == leaves
 
 
 def check_locks(pools: Any, holders: Iterable[Req]) -> Held:
@@ -116,7 +116,7 @@ def check_locks(pools: Any, holders: Iterable[Req]) -> Held:
                 leaves.add(node)
     assert not users, "a request holds nodes that left the tree"
     assert (tree.num_evictable, tree.num_locked) == (evictable, locked)
-    assert tree._leaves == leaves
+    assert tree._leaves.nodes == leaves
     return held
 
 

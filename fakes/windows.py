@@ -68,7 +68,7 @@ def check_locks(pools: Any, held: list[tuple[Node, int]]) -> None:
         assert node.window.locks == users[node]
         sizes[bool(users[node])] += len(node)
     assert (windows.num_evictable, windows.num_locked) == (sizes[False], sizes[True])
-    assert windows._unlocked == {node for node in nodes if not users[node]}
+    assert windows._unlocked.nodes == {node for node in nodes if not users[node]}
     for data, length in ((node.component_data[ComponentType.SWA], len(node.key)) for node, *_ in pools.plain_nodes()):
         sizes[data.lock_ref > 0] += 0 if data.value is None else length
     assert (cache.swa_evictable_size(), cache.swa_protected_size()) == (sizes[False], sizes[True])

@@ -1,49 +1,62 @@
-"""A lazy eviction heap, which finds the least valuable leaf without sorting all leaves at every eviction."""
+"""Nodes that can be evicted: the least valuable is found without sorting all of them at every eviction."""
 
 import heapq
-from collections.abc import Collection
 from typing import Any
 
 from sglang_lazy.cache.node import Node, Order
 
 SLACK = 1000
-"""Stale leaves that are not worth a pass over the heap."""
+"""Stale entries that are not worth a pass over the heap."""
 
 
-class EvictionHeap:
-    """Leaves by eviction priority; a leaf's priority may grow after it was pushed.
+class Evictable:
+    """Nodes by eviction priority, which may grow while they are here.
 
-    `pop` compares the stored priority with the current one and pushes the leaf back if it has become more valuable.
     Equal priorities are popped in order of node id, which is the same on every tensor-parallel rank.
+
+    nodes: all of them. Those that leave stay in the heap until they are on top of it, or are the most there.
     """
 
     def __init__(self, priority: Order):
+        self.nodes: set[Node] = set()
         self._priority = priority
         self._heap: list[tuple[Any, int, Node]] = []
-        self._members: set[int] = set()
+        self._entered: set[int] = set()  # ids in the heap
 
-    def push(self, node: Node, evictable: Collection[Node]) -> None:
-        """Add a leaf unless it is in the heap. Drops stale leaves if they are the most: they hold keys and slots."""
-        if node.id not in self._members:
-            self._members.add(node.id)
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self.nodes
+
+    def add(self, node: Node) -> None:
+        """Add a node, unless it is here. Drops stale entries if they are the most: they hold keys and slots."""
+        self.nodes.add(node)
+        if node.id not in self._entered:
+            self._entered.add(node.id)
             heapq.heappush(self._heap, (self._priority(node), node.id, node))
-            if len(self._heap) > 2 * len(evictable) + SLACK:
-                self._heap = [entry for entry in self._heap if entry[2] in evictable]
+            if len(self._heap) > 2 * len(self.nodes) + SLACK:
+                self._heap = [entry for entry in self._heap if entry[2] in self.nodes]
                 heapq.heapify(self._heap)
-                self._members = {node_id for _, node_id, _ in self._heap}
+                self._entered = {node_id for _, node_id, _ in self._heap}
 
-    def pop(self, evictable: Collection[Node]) -> Node | None:
-        """Remove and return the least valuable leaf in `evictable`, or None. Drops stale leaves on the way."""
+    def discard(self, node: Node) -> None:
+        """Take a node away, if it is here."""
+        self.nodes.discard(node)
+
+    def pop(self) -> Node | None:
+        """Take away the least valuable node and return it; None if there is none.
+
+        One that has become more valuable since it entered the heap goes back there with its present priority.
+        """
         while self._heap:
-            pushed_priority, node_id, node = self._heap[0]
-            if node in evictable:
-                priority = self._priority(node)
-                if priority > pushed_priority:
-                    heapq.heapreplace(self._heap, (priority, node_id, node))
-                    continue
-                heapq.heappop(self._heap)
-                self._members.discard(node_id)
-                return node
+            entered_priority, node_id, node = self._heap[0]
+            if node in self.nodes and (priority := self._priority(node)) > entered_priority:
+                heapq.heapreplace(self._heap, (priority, node_id, node))
+                continue
             heapq.heappop(self._heap)
-            self._members.discard(node_id)
+            self._entered.discard(node_id)
+            if node in self.nodes:
+                self.nodes.discard(node)
+                return node
         return None

@@ -12,7 +12,7 @@ import torch
 
 from sglang_lazy.cache.copies import Copies
 from sglang_lazy.cache.device import Device
-from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import Evictable
 from sglang_lazy.cache.host_copy import HostCopy, HostWatcher, Transfer, above_kept
 from sglang_lazy.cache.host_memory import HostMemory, Piece
 from sglang_lazy.cache.host_states import HostStates
@@ -57,8 +57,7 @@ class HostKV(Part):
 
     def _start_anew(self) -> None:
         self._copies = Copies(self._tree.next_leaves, self._device.size)
-        self._leaves: set[Node] = set()  # nodes that are only on the host, without children
-        self._heap = EvictionHeap(self._order)
+        self._leaves = Evictable(self._order)  # nodes that are only on the host, without children
         self._under_way: list[list[Transfer]] = [[], []]  # back-ups and loads, in order
         self._known = KnownSlots(self._transfers.numbers)
 
@@ -287,13 +286,13 @@ class HostKV(Part):
                 watcher.gave_up(len(node))
             self._drop_copy(node)
         protected = []
-        while self.memory.slots.num_free < before + num_tokens and (leaf := self._heap.pop(self._leaves)) is not None:
+        while self.memory.slots.num_free < before + num_tokens and (leaf := self._leaves.pop()) is not None:
             if leaf.host.readers:
                 protected.append(leaf)
             else:
                 self._tree.drop(leaf)
         for leaf in protected:
-            self._heap.push(leaf, self._leaves)
+            self._leaves.add(leaf)
         return self.memory.slots.num_free > before
 
     def _drop_copy(self, node: Node) -> None:
@@ -303,11 +302,6 @@ class HostKV(Part):
             self.states.free(node)
         self.memory.slots.free(node.host.slots)
         node.host = None
-
-    def _offer(self, leaf: Node) -> None:
-        """Make a leaf evictable that is only on the host."""
-        self._leaves.add(leaf)
-        self._heap.push(leaf, self._leaves)
 
     # What the tree tells
 
@@ -342,7 +336,7 @@ class HostKV(Part):
         self._known.left(node)
         self._copies.left(node, len(node))
         if node.host is not None and not node.children:
-            self._offer(node)
+            self._leaves.add(node)
         return node.host is not None
 
     def holds(self, node: Node) -> bool:
@@ -354,7 +348,7 @@ class HostKV(Part):
         if node.host is not None:
             self._drop_copy(node)
         if (parent := node.parent).slots is None and len(parent.children) == 1:  # the one that leaves
-            self._offer(parent)
+            self._leaves.add(parent)
 
     # What storage asks
 
@@ -398,7 +392,7 @@ class HostKV(Part):
         if leaf is not None:
             self._leaves.discard(node)
             leaf.host = HostCopy(slots[num_present:].clone())
-            self._offer(leaf)
+            self._leaves.add(leaf)
             for watcher in self.watchers:
                 watcher.stored(leaf)
             node = leaf

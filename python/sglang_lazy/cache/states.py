@@ -6,7 +6,7 @@ A node has the state at its end. A prefix of it has none, so the node where a pr
 from collections.abc import Iterable
 from typing import Protocol
 
-from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import Evictable
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.parts import Part
 from sglang_lazy.cache.tree import RadixTree
@@ -61,8 +61,7 @@ class States(Part):
 
     def reset(self) -> None:
         self.pool.clear()
-        self._heap = EvictionHeap(lambda node: node.state.last_use)
-        self._unlocked: set[Node] = set()
+        self._unlocked = Evictable(lambda node: node.state.last_use)
         self._texts: set[Node] = set()  # nodes with a state, locked or not, that are no chunks
         self.num_locked = 0
 
@@ -73,7 +72,7 @@ class States(Part):
     @property
     def num_texts(self) -> int:
         """How many of the evictable ones are no chunks'."""
-        return len(self._texts & self._unlocked)
+        return len(self._texts & self._unlocked.nodes)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -122,7 +121,7 @@ class States(Part):
             node.state = None
         else:
             self.num_locked -= 1
-            self._offer(node)
+            self._unlocked.add(node)
 
     def num_unlocked(self, nodes: Iterable[Node]) -> int:
         """How many free or evictable states it would take to lock `nodes` and load those on the host."""
@@ -135,10 +134,6 @@ class States(Part):
                     needed.add(node)
                 node = node.parent
         return len(needed)
-
-    def _offer(self, node: Node) -> None:
-        self._unlocked.add(node)
-        self._heap.push(node, self._unlocked)
 
     # Adding
 
@@ -154,7 +149,7 @@ class States(Part):
         if node.state.locks:
             self.num_locked += 1
         else:
-            self._offer(node)
+            self._unlocked.add(node)
         return True
 
     # Leaving
@@ -162,7 +157,7 @@ class States(Part):
     def allocate(self, count: int) -> list[int]:
         """Slots, evicting as needed. Raises RuntimeError if there are no more."""
         while self.pool.available_size() < count:
-            if (node := self._heap.pop(self._unlocked)) is not None:
+            if (node := self._unlocked.pop()) is not None:
                 self._evict(node)
             elif not self._tree.release_lock():
                 break
@@ -176,7 +171,7 @@ class States(Part):
         if self.pool.available_size() + self.num_evictable < count:
             return None
         while self.pool.available_size() < count:
-            node = self._heap.pop(self._unlocked)
+            node = self._unlocked.pop()
             assert node is not None
             self._evict(node)
         return self.pool.alloc(count)
@@ -186,12 +181,12 @@ class States(Part):
 
         read: whether its state will be read from the start.
         """
-        most, unread = max(1, self.pool.size // TEXT_SHARE), self._texts & self._unlocked
+        most, unread = max(1, self.pool.size // TEXT_SHARE), self._texts & self._unlocked.nodes
         if read and len(self._texts) - len(unread) >= most:
             return None
         if len(unread) >= most:
             self._evict(min(unread, key=lambda node: (node.state.last_use, node.id)))
-        elif not self.pool.available_size() and (node := self._heap.pop(self._unlocked)) is not None:
+        elif not self.pool.available_size() and (node := self._unlocked.pop()) is not None:
             self._evict(node)
         slots = self.pool.alloc(1)
         return None if slots is None else slots[0]

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import Evictable
 from sglang_lazy.cache.node import Node, Order
 from sglang_lazy.cache.parts import Part, Watcher
 
@@ -52,8 +52,7 @@ class Structure:
     def _start_anew(self) -> None:
         self.root: Node = Node(None, array("q"), None, self._no_slots)
         self.num_evictable = 0
-        self._leaves: set[Node] = set()  # on the device, and evictable
-        self._heap = EvictionHeap(self._order)
+        self._leaves = Evictable(self._order)  # on the device
 
     # Growing
 
@@ -110,7 +109,6 @@ class Structure:
         """Make a node evictable if nothing holds it and nothing on the device follows it."""
         if node.slots is not None and not (node.locks or node.num_below or node.is_root):
             self._leaves.add(node)
-            self._heap.push(node, self._leaves)
 
     def evict_leaf(self, leaf: Node) -> None:
         """Evict one evictable leaf from the device and free its slots."""
@@ -124,11 +122,11 @@ class Structure:
     def next_leaves(self, num_tokens: int) -> list[Node]:
         """The evictable leaves with the next `num_tokens` to leave the device, in that order."""
         leaves: list[Node] = []
-        while num_tokens > 0 and (leaf := self._heap.pop(self._leaves)) is not None:
+        while num_tokens > 0 and (leaf := self._leaves.pop()) is not None:
             leaves.append(leaf)
             num_tokens -= len(leaf)
         for leaf in leaves:
-            self._heap.push(leaf, self._leaves)
+            self._leaves.add(leaf)
         return leaves
 
     def _leave(self, leaf: Node) -> torch.Tensor:

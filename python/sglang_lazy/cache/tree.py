@@ -200,7 +200,7 @@ class RadixTree(Structure):
         pieces = [self._no_slots]
         num_evicted = 0
         while num_evicted < num_tokens:
-            if (leaf := self._heap.pop(self._leaves)) is not None:
+            if (leaf := self._leaves.pop()) is not None:
                 self.watcher.evicted(leaf)
                 pieces.append(self._leave(leaf))
                 num_evicted += len(pieces[-1])

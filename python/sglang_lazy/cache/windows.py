@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from sglang_lazy.cache.device import WindowMemory
-from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import Evictable
 from sglang_lazy.cache.node import Node
 from sglang_lazy.cache.parts import Part
 from sglang_lazy.cache.tree import RadixTree
@@ -67,8 +67,7 @@ class Windows(Part):
         self.reset()
 
     def reset(self) -> None:
-        self._heap = EvictionHeap(lambda node: node.window.last_use)
-        self._unlocked: set[Node] = set()
+        self._unlocked = Evictable(lambda node: node.window.last_use)
         self.num_evictable = self.num_locked = 0
 
     def memory(self, also_evictable: int) -> WindowMemory:
@@ -114,7 +113,7 @@ class Windows(Part):
             held.window.locks -= 1
             if not held.window.locks:
                 self._count(len(held))
-                self._offer(held)
+                self._unlocked.add(held)
 
     def num_unlocked(self, node: Node, spread: int = 0) -> int:
         """How many free or evictable tokens of window KV it would take to lock `node`."""
@@ -139,15 +138,11 @@ class Windows(Part):
         if (window := node.window) is not None:
             above.window = WindowKV(window.last_use, window.locks)
             if not window.locks:
-                self._offer(above)
+                self._unlocked.add(above)
 
     def _count(self, change: int) -> None:
         self.num_evictable += change
         self.num_locked -= change
-
-    def _offer(self, node: Node) -> None:
-        self._unlocked.add(node)
-        self._heap.push(node, self._unlocked)
 
     # Adding
 
@@ -164,7 +159,7 @@ class Windows(Part):
                     lent.append(own)
                 node.window = WindowKV(0 if of_chunks(node.namespace) else node.last_use)
                 self.num_evictable += len(node)
-                self._offer(node)
+                self._unlocked.add(node)
             count -= len(node)
             node = node.parent
         return torch.cat(lent)
@@ -179,7 +174,7 @@ class Windows(Part):
         """Free so many tokens of window KV, or fewer if there are no more."""
         wanted = self.pool.available_size() + num_tokens
         while self.pool.available_size() < wanted:
-            if (node := self._heap.pop(self._unlocked)) is not None:
+            if (node := self._unlocked.pop()) is not None:
                 self._evict(node)
             elif not self._tree.release_lock():
                 break

@@ -1,4 +1,4 @@
-"""The eviction heap against a list that is sorted anew at every eviction."""
+"""What can be evicted, against a list that is sorted anew at every eviction."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_lazy.cache import eviction
-from sglang_lazy.cache.eviction import EvictionHeap
+from sglang_lazy.cache.eviction import Evictable
 
 
 @dataclasses.dataclass(eq=False)
@@ -17,9 +17,9 @@ class Leaf:
 
 
 def heap_of(*leaves):
-    heap = EvictionHeap(lambda leaf: leaf.priority)
+    heap = Evictable(lambda leaf: leaf.priority)
     for leaf in leaves:
-        heap.push(leaf, leaves)
+        heap.add(leaf)
     return heap
 
 
@@ -45,20 +45,22 @@ class EvictionOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.evictable)
     @rule(pick=st.integers(0))
     def leave(self, pick):
-        """A leaf gets a lock or a child; the heap is not told."""
-        self.evictable.remove(sorted(self.evictable, key=lambda leaf: leaf.id)[pick % len(self.evictable)])
+        """A leaf gets a lock or a child."""
+        leaf = sorted(self.evictable, key=lambda leaf: leaf.id)[pick % len(self.evictable)]
+        self.evictable.remove(leaf)
+        self.heap.discard(leaf)
 
     @precondition(lambda self: self.leaves)
     @rule(pick=st.integers(0))
     def enter(self, pick):
         leaf = self.leaves[pick % len(self.leaves)]
         self.evictable.add(leaf)
-        self.heap.push(leaf, self.evictable)
+        self.heap.add(leaf)
 
     @rule()
     def pop(self):
         expected = min(self.evictable, key=lambda leaf: (leaf.priority, leaf.id), default=None)
-        assert self.heap.pop(self.evictable) is expected
+        assert self.heap.pop() is expected
         self.evictable.discard(expected)
 
     @invariant()
@@ -66,14 +68,15 @@ class EvictionOrder(RuleBasedStateMachine):
         """Stale entries do not pile up, and no evictable leaf is lost."""
         members = [node.id for _, _, node in self.heap._heap]
         assert len(members) == len(set(members)) <= len(self.leaves)
-        assert {leaf.id for leaf in self.evictable} <= set(members) == self.heap._members
+        assert {leaf.id for leaf in self.evictable} <= set(members) == self.heap._entered
+        assert self.heap.nodes == self.evictable and len(self.heap) == len(self.evictable)
+        assert all((leaf in self.heap) == (leaf in self.evictable) for leaf in self.leaves)
 
     def teardown(self):
         order = sorted(self.evictable, key=lambda leaf: (leaf.priority, leaf.id))
         for leaf in order:
-            assert self.heap.pop(self.evictable) is leaf
-            self.evictable.remove(leaf)
-        assert self.heap.pop(self.evictable) is None
+            assert self.heap.pop() is leaf
+        assert self.heap.pop() is None
 
 
 EvictionOrder.TestCase.settings = settings(
@@ -83,34 +86,33 @@ TestEvictionOrder = EvictionOrder.TestCase
 
 
 def test_equal_priorities_leave_in_order_of_id():
-    """Ties must not depend on the order of pushes, which differs between ranks."""
-    leaves = [Leaf(id, 1) for id in (3, 1, 2)]
-    heap = heap_of(*leaves)
-    assert [heap.pop(set(leaves)).id for _ in leaves] == [1, 2, 3]
+    """Ties must not depend on the order in which leaves came, which differs between ranks."""
+    heap = heap_of(*(Leaf(id, 1) for id in (3, 1, 2)))
+    assert [heap.pop().id for _ in range(3)] == [1, 2, 3]
 
 
 def test_leaf_comes_back_at_its_current_priority():
     """A leaf dropped while it was not evictable returns with its priority of that moment."""
     first, second = Leaf(1, 1), Leaf(2, 2)
     heap = heap_of(first, second)
-    assert heap.pop({second}) is second
+    heap.discard(first)
+    assert heap.pop() is second
     first.priority = 9
-    heap.push(first, {first, second})
-    heap.push(second, {first, second})
-    assert heap.pop({first, second}) is second
-    assert heap.pop({first}) is first
-    assert heap.pop({first}) is None
+    heap.add(first)
+    heap.add(second)
+    assert heap.pop() is second
+    assert heap.pop() is first
+    assert heap.pop() is None
 
 
 def test_leaves_that_are_gone_do_not_stay(monkeypatch):
     """Nothing is evicted, but leaves are deleted: the heap has no more than are left, and a few others."""
     monkeypatch.setattr(eviction, "SLACK", 3)
-    heap, evictable = heap_of(), set()
+    heap = heap_of()
     for number in range(100):
         leaf = Leaf(number, number)
-        evictable.add(leaf)
-        heap.push(leaf, evictable)
+        heap.add(leaf)
         if number >= 5:
-            evictable.remove(leaf)
-    assert len(heap._heap) == len(heap._members) <= 2 * 5 + 3
-    assert [heap.pop(evictable).id for _ in range(5)] == [0, 1, 2, 3, 4] and heap.pop(evictable) is None
+            heap.discard(leaf)
+    assert len(heap._heap) == len(heap._entered) <= 2 * 5 + 3
+    assert [heap.pop().id for _ in range(5)] == [0, 1, 2, 3, 4] and heap.pop() is None
