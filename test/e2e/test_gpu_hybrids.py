@@ -33,7 +33,11 @@ KIMI = HYBRIDS["kimi-linear"]
 MODELS = HYBRIDS | {
     "kimi-linear": dataclasses.replace(
         KIMI,
-        served={**KIMI.served, "linear_attn_config": {**KIMI.served["linear_attn_config"], "head_dim": 128}},
+        served={
+            **KIMI.served,
+            "linear_attn_config": {**KIMI.served["linear_attn_config"], "head_dim": 128},
+            "dtype": "bfloat16",  # SGLang makes two of its projections in this, whatever --dtype says
+        },
     ),
     # With experts, for which SGLang has no code on a CPU
     "nemotron-3": dataclasses.replace(
