@@ -15,7 +15,8 @@ from sglang.srt.sampling.watermarking import core
 
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import new_request
-from sglang_lazy.port.repairs import adapters, http, processes
+from sglang_lazy.port.repairs import http, processes
+from sglang_lazy.port.repairs.scheduler import find_places
 from sglang_lazy.port.scheduler import steps
 
 
@@ -143,8 +144,8 @@ def test_an_adapter_without_a_place_is_refused(module, of_server, fits):
         **of_server,
     )
     if fits:
-        adapters.find_places(None, manager, SimpleNamespace(lora_id="id"))
+        find_places(None, manager, SimpleNamespace(lora_id="id"))
     else:
         with pytest.raises(ValueError, match=f"{module}.* does not serve adapters of this module in this model"):
-            adapters.find_places(None, manager, SimpleNamespace(lora_id="id"))
+            find_places(None, manager, SimpleNamespace(lora_id="id"))
     assert ("id" in manager.loras, "id" in manager.configs) == (fits, fits)

@@ -20,7 +20,7 @@ ANY_SGLANG = "SGLANG_LAZY_ANY_SGLANG"
 CACHE_BACKEND = "lazy"
 
 WITH_HOOKS = (
-    *("cpu", "repairs.http", "repairs.scheduler", "repairs.processes", "repairs.adapters"),
+    *("cpu", "repairs.http", "repairs.scheduler", "repairs.processes"),
     *("scheduler.control", "scheduler.steps", "scheduler.schedule_policy"),
     *("comb.pool", "model.model_runner", "model.recurrent", "graphs", "model.drafts"),
     *("serving.http", "serving.scopes", "serving.malformed", "serving.tokenizer_manager"),

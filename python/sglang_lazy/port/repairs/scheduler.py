@@ -1,4 +1,5 @@
-"""What must not end SGLang's scheduler: messages of operators, such as weight updates, and turns of sessions.
+"""What must not end SGLang's scheduler: messages of operators, such as weight updates, turns of sessions, and adapters
+without a place in memory.
 
 SGLang's scheduler ends with any error in their handlers: a weight update that cannot flush the cache, memory that is
 resumed but was not released, a recording that is not configured. Here the operator gets the error. What needs an idle
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.lora.utils import get_normalized_target_modules, get_target_module_name
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import (
     BaseReq,
@@ -233,3 +235,32 @@ def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
         rid = turn.req.rid
         if req_dict.get(rid) is turn:
             del req_dict[rid]
+
+
+# Adapters
+
+
+@HOOKS.on("sglang.srt.lora.lora_manager.LoRAManager").repair(
+    ("load_lora_weights", "load_lora_weights_from_tensors"),
+    "AFTER",
+    "an adapter without a place in memory is refused",
+    "SGLang looks for it when it loads an adapter",
+)
+def find_places(_result: Any, manager: Any, adapter: Any, *_weights: Any) -> None:
+    """SGLang looks when the first request names the adapter. For Nemotron-H's MLP, which has no gate, it finds none.
+
+    adapter: its `LoRARef`.
+    Raises ValueError for a weight without a place: the adapter is not loaded, and a server that starts with it ends.
+    """
+    config = manager.configs[adapter.lora_id]
+    # At the start SGLang learns from all adapters what memory is for.
+    places = {*getattr(manager, "target_modules", ()), *get_normalized_target_modules(config.target_modules)}
+    if "all" in places:
+        return
+    try:
+        for layer in manager.loras[adapter.lora_id].layers:
+            for name in layer.weights:
+                get_target_module_name(name, places)
+    except ValueError as error:
+        del manager.loras[adapter.lora_id], manager.configs[adapter.lora_id]
+        raise ValueError(f"{error}: SGLang does not serve adapters of this module in this model") from None
