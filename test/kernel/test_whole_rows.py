@@ -47,10 +47,17 @@ def arguments(rng, bs, width, index_dtype, first, num_queries):
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
-    "bs, width, first, num_queries",
-    [(1, 20, 0, 1), (5, 2500, 1, 4), (3, 300, -3, 4), (4, 60, 2, 1), (3, 40, -7, 8), (270, 12, 0, 1), (90, 16, 1, 3)],
+    "bs, width, first, num_queries, index_dtype",
+    [
+        (1, 20, 0, 1, torch.int64),
+        (5, 2500, 1, 4, torch.int32),
+        (3, 300, -3, 4, torch.int64),
+        (4, 60, 2, 1, torch.int32),
+        (3, 40, -7, 8, torch.int64),
+        (270, 12, 0, 1, torch.int32),
+        (90, 16, 1, 3, torch.int64),
+    ],
 )
 def test_whole_rows(bs, width, first, num_queries, index_dtype, name):
     """A decode step, the verification of a chain, a draft's extension, whose first queries see nothing in a request
