@@ -3,7 +3,7 @@
 import itertools
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,8 +230,20 @@ class RowCache:
                 self.write(req, computed_start + published - cached, kept)
             row.published[i] = count
             self._hold(req, i, node)
+        self.requests.own(req, row_len)
         if not chunked:
             self.store.back_up(nodes.chunks.nodes)
+
+    def keep_end(self, req: Request, row_len: int, save: Callable[[Request, int], None]) -> None:
+        """With recurrent layers, publish the text of a request that ends and the state after it, without which nobody
+        could read the text, if there is room for that.  save: copies a request's state to a slot."""
+        states = self.store.states
+        if states is None or (slot := states.for_text()) is None:
+            return
+        save(req, slot)
+        self.publish(req, row_len, chunked=False, num_lost=0)
+        if not states.give(self.requests.nodes(req).spans[-1], slot):
+            states.pool.free([slot])
 
     def keep_leading(self, req: Request, num_tokens: int) -> None:
         """With recurrent layers, let the tree keep the text before a request's chunks and the state at its end, if the
@@ -256,9 +268,7 @@ class RowCache:
         if (slot := states.for_text(read=True)) is None:
             return
         if node is None:
-            row_len = row.computed_start[0] + num_leading
-            self.publish(req, row_len, chunked=True, num_lost=0)
-            self.requests.own(req, row_len)
+            self.publish(req, row.computed_start[0] + num_leading, chunked=True, num_lost=0)
         else:  # the pass writes to slots of its own
             self._hold(req, 0, node)
         states.give(self.requests.nodes(req).spans[0], slot)

@@ -38,7 +38,7 @@ from sglang_lazy.chunks import fill_rows
 from sglang_lazy.chunks.row_cache import RowCache
 from sglang_lazy.core.prompt import Images
 from sglang_lazy.core.row_order import Row
-from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
+from sglang_lazy.core.state import RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.plain import BlockEvents, HostMemories, PlainCache, amounts_wanted
 from sglang_lazy.storage.tiers import Tiers
 
@@ -163,33 +163,20 @@ class CompositeCache:
         return node.slots[: req.prefix_len]
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
-        if (state := linked(req)) is not None and state.recurrent:
-            self._save(req, state, up_to)
-        elif state is not None:
-            if not state.recomputes:
-                between_pieces = not req.finished() and req.inflight_middle_chunks > 0
-                num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
-                self.rows.publish(req, up_to, between_pieces, num_lost)
-                req.kv.cache_protected_len = up_to
-        elif fill_of(req) is None:
+        state = linked(req)
+        if state is not None and state.recurrent:
+            table = table_of(self.req_to_token_pool)
+            assert table is not None
+            # Chunks computed ahead of use have no text that anybody continues, nor have probes.
+            ends = req.finished() and not state.ahead and state.probe is None
+            if ends and table.recurrent.knows_ends and up_to == req.kv.kv_committed_len:
+                self.rows.keep_end(req, up_to, table.recurrent.save)
+        elif state is not None and not state.recomputes:
+            between_pieces = not req.finished() and req.inflight_middle_chunks > 0
+            num_lost = 0 if self.windows is None else req.kv.get_evicted_seqlen(ComponentType.SWA)
+            self.rows.publish(req, up_to, between_pieces, num_lost)
+        elif state is None and fill_of(req) is None:
             self.plain.checkpoint(req, up_to=up_to, **more)
-
-    def _save(self, req: Any, state: LinkedRequest, up_to: int) -> None:
-        """Publish the text of a request that ends, with the state after it, without which it could not be read. Chunks
-        computed ahead of use have no text that anybody continues, nor have probes."""
-        table, states = table_of(self.req_to_token_pool), self.store.states
-        assert table is not None
-        if state.ahead or state.probe is not None or not req.finished():
-            return
-        if not table.recurrent.knows_ends or up_to != req.kv.kv_committed_len:
-            return
-        if (slot := states.for_text()) is None:
-            return
-        table.recurrent.save(req, slot)
-        self.rows.publish(req, up_to, chunked=False, num_lost=0)
-        req.kv.cache_protected_len = up_to
-        if not states.give(req.last_node.spans[-1], slot):
-            states.pool.free([slot])
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         if (linked(req) or fill_of(req)) is not None and req.kv.holds_mamba:
