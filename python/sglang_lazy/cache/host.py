@@ -85,7 +85,8 @@ class HostKV(Part):
                 path.append(node)
                 node = node.parent
             for node in reversed(path):
-                if not self._worth_a_copy(node) or (slots := self._room_below(node.parent, len(node))) is None:
+                is_wanted = of_chunks(node.namespace) and node.hits >= self._min_hits
+                if not is_wanted or (slots := self._room_below(node.parent, len(node))) is None:
                     break
                 node.host = copied[node] = HostCopy(slots)
         with_states = [node for node in dict.fromkeys([*copied, *nodes]) if self._take_state(node, node in copied)]
@@ -117,9 +118,6 @@ class HostKV(Part):
 
     def _state_pieces(self, nodes: Sequence[Node]) -> list[Piece]:
         return [] if self.states is None else self.states.pieces(nodes)
-
-    def _worth_a_copy(self, node: Node) -> bool:
-        return of_chunks(node.namespace) and node.hits >= self._min_hits
 
     def _room_below(self, parent: Node, num_tokens: int) -> torch.Tensor | None:
         """Slots of the host for a child; making room does not take its parent's copy."""
