@@ -7,7 +7,7 @@ import requests
 from http_prompts import chunk, text
 from playwright.sync_api import expect
 
-from sglang_lazy.port.repairs import http as repairs
+from sglang_lazy.serving.keys import HIDDEN
 from sglang_lazy.testing import device_flags, running_server
 
 pytestmark = pytest.mark.slow  # test/unit/test_routes_of_chunks.py has every choice of keys, without a server
@@ -112,7 +112,7 @@ def test_an_application_manages_its_tenants_chunks(url):
     assert ask("GET", "/chunks?all=true", OPERATOR).json()["total"] >= 1
     shown = ask("GET", "/server_info", OPERATOR)
     assert shown.status_code == 200 and shown.json()["port"]
-    assert shown.json()["admin_api_key"] == shown.json()["internal_states"][0]["admin_api_key"] == repairs.HIDDEN
+    assert shown.json()["admin_api_key"] == shown.json()["internal_states"][0]["admin_api_key"] == HIDDEN
     assert "--admin-api-key admin" not in shown.text
     for key in (APPLICATION, READER, OPERATOR):
         assert key not in shown.text and key not in ask("GET", "/lazy_info", OPERATOR).text
