@@ -11,6 +11,8 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +47,7 @@ def refusals(config: LazyConfig, rest: Sequence[str]) -> str | None:
     """
     from sglang_lazy.port import plugin
 
+    warnings.filterwarnings("ignore", module=r"sglang\.")  # of what other machines have
     try:
         plugin.activate(config)
     except RuntimeError as error:
@@ -56,12 +59,13 @@ def refusals(config: LazyConfig, rest: Sequence[str]) -> str | None:
     from sglang_lazy.port.flag_checks import check_start
 
     load_plugins()
-    sglangs_parser().parse_args(rest)
+    sglangs_parser(PROG).parse_args(rest)
     try:
         server_args = prepare_server_args(list(rest))
         check_start(config, server_args)
-    except (ValueError, OSError) as error:  # the last from a model that is not there
-        return str(error)
+    # SGLang raises any of these for flags, a machine or a model that do not fit; OSError if the model is not there.
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        return str(error) or f"SGLang has not explained: {traceback.extract_tb(error.__traceback__)[-1].line}"
     return None
 
 

@@ -87,11 +87,14 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
     return argv
 
 
-def sglangs_parser() -> argparse.ArgumentParser:
-    """A parser of SGLang's flags, whose errors take a line: SGLang's own prints five hundred first."""
+def sglangs_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """A parser of SGLang's flags, whose errors take a line: SGLang's own prints five hundred first.
+
+    prog: the command that errors name.
+    """
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser(prog=PROG, usage=_USAGE)
+    parser = argparse.ArgumentParser(prog=prog, usage=_USAGE)
     ServerArgs.add_cli_args(parser)
     return parser
 
