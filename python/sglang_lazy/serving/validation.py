@@ -94,6 +94,8 @@ def _place_and_fault(path: Sequence[str | int], errors: Sequence[Mapping[str, An
     if expected := [message.removeprefix(_SHOULD) for message in messages if message.startswith(_SHOULD)]:
         if any("instance of" in message for message in expected):  # of a class that clients do not know
             expected = ["an object"]
+        if inside[-1:] == ("type",) and "content" in inside:
+            expected.append("'chunk'")  # parts of this type are taken out before pydantic sees the others
         short = isinstance(value, str | int | float) and len(repr(value)) <= 50
         faults.append(_SHOULD + " or ".join(expected) + (f", got {value!r}" if short else ""))
     return where, "; ".join(faults)
