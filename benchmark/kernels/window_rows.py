@@ -6,6 +6,8 @@ import torch
 
 from benchmark.kernels.candidates import Link
 from benchmark.kernels.problem import Problem
+from sgl_kernel_lazy.rows import Rows
+from sgl_kernel_lazy.tables import Queries, WindowTables
 
 PROMPT_LEN, CHUNKS = 10_240, 20
 
@@ -32,29 +34,23 @@ class WindowRows(Link):
         slots = torch.randint(problem.tokens, (bs, before), generator=torch.Generator().manual_seed(0))
         # One token has been generated since the prompt's tail was noted.
         tail = torch.arange(before - 1, PROMPT_LEN - 1)
-        self.listed = dict(
-            kv_indptr=ints(torch.zeros(bs + 1)),
-            kv_indices=ints(torch.zeros(bs * window)),
-            num_segments=ints(torch.zeros(bs)),
-            segment_ends=torch.zeros_like(ends),
-            segment_offsets=torch.zeros_like(ends),
-        )
-        self.prompts = dict(
+        memory = Rows.allocate(bs, bs * window, ends.shape[1], device, shared=False)
+        self.prompts = WindowTables(
             req_to_token=torch.cat([ints(slots), tables["kv_indices"].view(bs, window)], dim=1),
-            all_num_segments=ints(torch.full((bs,), CHUNKS)),
-            all_offsets=offsets,
-            rows=torch.arange(bs, device=device),
-            seq_lens=torch.full((bs,), PROMPT_LEN, device=device),
+            num_segments=ints(torch.full((bs,), CHUNKS)),
+            segment_offsets=offsets,
             tail_ends=(ends - (before - 1)).clamp(0, window),
             tail_indices=of_all(tail),
             tail_positions=of_all(tail),
+            window=window,
         )
-        super().__init__(name, dataclasses.replace(problem, tables=self.listed, segment_ids=None))
+        self.queries = Queries(torch.arange(bs, device=device), torch.full((bs,), PROMPT_LEN, device=device))
+        listed = {table: getattr(memory, table) for table in tables}
+        super().__init__(name, dataclasses.replace(problem, tables=listed, segment_ids=None))
         self.stepped = False
 
     def plan(self) -> None:
-        options = dict(window=self.problem.shape.window, first=0, num_queries=1)
-        self.ops.window_rows(**self.listed, **self.prompts, **options)
+        self.ops.window_rows(self.problem.rows, self.prompts, self.queries)
 
     def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         self.plan()

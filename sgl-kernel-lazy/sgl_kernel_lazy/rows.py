@@ -31,6 +31,7 @@ class Rows:
         same slots in the same order, so that their keys can be read once for all requests; -1 is shared with nobody. A
         segment that reaches the end of its row is not shared either, whatever its id: rows end with the query's own
         token, which is text, so it is a leftover in a row that pads the batch.
+    filled: False for memory whose contents are written later, and checked then: see `check_contents`.
     Raises ValueError on a mismatch.
     """
 
@@ -40,11 +41,44 @@ class Rows:
     segment_ends: torch.Tensor
     segment_offsets: torch.Tensor
     segment_ids: torch.Tensor | None = None
+    filled: dataclasses.InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, filled: bool) -> None:
         self._check_tensors()
-        if self.device.type == "cpu":
-            self._check_contents()
+        if filled:
+            self.check_contents()
+
+    @staticmethod
+    def allocate(bs: int, num_kv: int, max_segments: int, device: torch.device | str, *, shared: bool = True) -> "Rows":
+        """Memory for `bs` requests with `num_kv` KV tokens, to be filled; all zeros.
+
+        shared: whether to have `segment_ids`.
+        """
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return Rows(
+            kv_indptr=ints(bs + 1),
+            kv_indices=ints(num_kv),
+            num_segments=ints(bs),
+            segment_ends=ints(bs, max_segments),
+            segment_offsets=ints(bs, max_segments),
+            segment_ids=ints(bs, max_segments) if shared else None,
+            filled=False,
+        )
+
+    def first(self, bs: int) -> "Rows":
+        """The memory of the first `bs` requests, which is to be filled."""
+        return Rows(
+            kv_indptr=self.kv_indptr[: bs + 1],
+            kv_indices=self.kv_indices,
+            num_segments=self.num_segments[:bs],
+            segment_ends=self.segment_ends[:bs],
+            segment_offsets=self.segment_offsets[:bs],
+            segment_ids=None if self.segment_ids is None else self.segment_ids[:bs],
+            filled=False,
+        )
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -71,6 +105,11 @@ class Rows:
     def used(self) -> torch.Tensor:
         """Which elements of the tables of segments count: bool [bs, max_segments]."""
         return torch.arange(self.max_segments, device=self.device) < self.num_segments[:, None]
+
+    def check_contents(self) -> None:
+        """Check what tensors contain, on a CPU: done as they are made and, where an op fills them, by the op."""
+        if self.device.type == "cpu":
+            self._check_contents()
 
     def _check_tensors(self) -> None:
         device, ints = self.device, (torch.int32,)

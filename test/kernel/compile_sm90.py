@@ -28,7 +28,7 @@ INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache", "chunk_tra
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 INDEX_POINTERS += ("all_num_segments", "all_ends", "all_offsets", "all_ids", "segment_ids")
 INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions", "part_indptr")
-WIDE_POINTERS = ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens")
+WIDE_POINTERS = ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "places", "seq_lens")
 WIDE_POINTERS += ("initial_slots", "parts", "sources", "targets", "source_rows", "target_rows", "window_slots")
 # Dtypes of queries, and of caches with another dtype.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

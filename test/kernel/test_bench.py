@@ -91,8 +91,8 @@ def a_token_too_many(right, q, layer, rows, **given):
     return right(q, dataclasses.replace(layer, window=layer.window and layer.window + 1), rows, **given)
 
 
-def a_token_early(right, *, seq_lens, **given):
-    right(seq_lens=seq_lens - 1, **given)
+def a_token_early(right, rows, tables, queries):
+    right(rows, tables, dataclasses.replace(queries, first=-1))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """window_rows: exactly the tokens of each row that are in the window, segment by segment."""
 
-import functools
+import dataclasses
 import random
 
 import pytest
@@ -8,6 +8,8 @@ import torch
 from ragged import DEVICE, GARBAGE
 
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.rows import Rows
+from sgl_kernel_lazy.tables import Queries, WindowTables
 
 WIDTH, MAX_SEGMENTS = 300, 5
 
@@ -34,7 +36,7 @@ def test_window_rows(first, num_queries, window, has_pool, index_dtype, name):
     num_rows, bs, max_tail = 9, 6, window + 3  # a tail may be longer than the window
     total, num_slots = bs * num_queries, 10**4
     drawn = [draw(rng, window) for _ in range(num_rows)]
-    rows = torch.tensor(rng.sample(range(num_rows), bs))
+    places = rng.sample(range(num_rows), bs)
     req_to_token = torch.tensor([rng.sample(range(num_slots), WIDTH) for _ in range(num_rows)], dtype=torch.int32)
     tail_indices, tail_positions = torch.full((2, num_rows, max_tail), torch.iinfo(torch.int32).min, dtype=torch.int32)
     tail_ends, num_segments = torch.full((num_rows, MAX_SEGMENTS), GARBAGE, dtype=torch.int32), []
@@ -45,58 +47,72 @@ def test_window_rows(first, num_queries, window, has_pool, index_dtype, name):
         tail_positions[row, : len(tail)] = torch.tensor([positions[i] for i in tail])
         tail_ends[row, : len(cuts)] = torch.tensor([sum(i < cut for i in tail) for cut in cuts], dtype=torch.int32)
         num_segments.append(len(cuts) if tail else 0)
-    longest = [len(drawn[row][0]) for row in rows.tolist()]  # the last query of each sees all tokens
+    longest = [len(drawn[row][0]) for row in places]  # the last query of each sees all tokens
     seq_lens = torch.tensor([n - first - num_queries + 1 for n in longest], dtype=index_dtype)
     # As the tables of a server are, columns of one record.
     records = torch.randint(10**6, (num_rows, 1 + MAX_SEGMENTS), dtype=torch.int32)
     records[:, 0] = torch.tensor(num_segments)
     counts, offsets = records[:, 0], records[:, 1:]
     window_slots = torch.tensor(rng.sample(range(num_slots), num_slots)) if has_pool else torch.arange(num_slots)
-    written = [(total + 1,), (total * window + 2,), (total,), *[(total, MAX_SEGMENTS)] * 2]
-    arguments = [
-        *(torch.full(shape, GARBAGE, dtype=torch.int32) for shape in written), req_to_token, counts, offsets, tail_ends,
-        tail_indices, tail_positions, rows, seq_lens, *[window_slots] * has_pool,
-    ]  # fmt: skip
-    arguments[0][0] = 0
-    arguments = [tensor.to(DEVICE) for tensor in arguments]
-    options = dict(window=window, first=first, num_queries=num_queries)
-    reference = [tensor.clone() for tensor in arguments]
-    get_implementation("torch").window_rows(*reference, **options)
-    assert get_implementation(name).window_rows(*arguments, **options) is None
-    assert all(torch.equal(*each) for each in zip(arguments, reference, strict=True))
-    kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets = (tensor.cpu() for tensor in arguments[:5])
+    given = dict(
+        req_to_token=req_to_token, num_segments=counts, segment_offsets=offsets, tail_ends=tail_ends,
+        tail_indices=tail_indices, tail_positions=tail_positions, window_slots=window_slots if has_pool else None,
+    )  # fmt: skip
+    given = {key: tensor if tensor is None else tensor.to(DEVICE) for key, tensor in given.items()}
+    tables = WindowTables(**given, window=window)
+    queries = Queries(torch.tensor(places).to(DEVICE), seq_lens.to(DEVICE), first, num_queries)
+    listed, reference = (Rows.allocate(total, total * window + 2, MAX_SEGMENTS, DEVICE, shared=False) for _ in "ab")
+    for each in (listed, reference):
+        for tensor in (each.kv_indptr[1:], each.kv_indices, each.num_segments, each.segment_ends, each.segment_offsets):
+            tensor.fill_(GARBAGE)
+    get_implementation("torch").window_rows(reference, tables, queries)
+    assert get_implementation(name).window_rows(listed, tables, queries) is None
+    fields = "kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets"
+    assert all(torch.equal(getattr(listed, field), getattr(reference, field)) for field in fields)
+    kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets = (
+        getattr(listed, field).cpu() for field in fields
+    )
     own_slots = window_slots[req_to_token]
-    queries = [
-        (row, n - behind) for row, n in zip(rows.tolist(), longest, strict=True) for behind in range(num_queries)[::-1]
-    ]
-    for b, (row, n) in enumerate(queries):
+    seen_by = [(row, n - behind) for row, n in zip(places, longest, strict=True) for behind in range(num_queries)[::-1]]
+    for b, (row, n) in enumerate(seen_by):
         positions, cuts = drawn[row]
         n = max(n, 1)
-        listed = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].tolist()
-        assert len(listed) == min(n, window)
+        slots = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].tolist()
+        assert len(slots) == min(n, window)
         assert num_segments[b] == counts[row]
         assert torch.equal(segment_offsets[b, : counts[row]], offsets[row, : counts[row]])
         if sorted(positions[:n]) != [*range(n)]:  # it is within the prompt, as queries of padding alone are
             continue
         seen = [i for i, p in enumerate(positions[:n]) if p >= n - window]
-        assert sorted(listed) == sorted(own_slots[row, seen].tolist())
+        assert sorted(slots) == sorted(own_slots[row, seen].tolist())
         begin, listed_begin = 0, 0
         for cut, listed_end in zip(cuts[: counts[row]], segment_ends[b].tolist(), strict=False):
             of_segment = own_slots[row, [i for i in seen if begin <= i < cut]]
-            assert listed[listed_begin:listed_end] == of_segment.tolist()
+            assert slots[listed_begin:listed_end] == of_segment.tolist()
             begin, listed_begin = cut, listed_end
     assert (kv_indices[kv_indptr[-1] :] == GARBAGE).all()
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_window_must_be_positive(name):
+def some_tables(**changes):
     ints = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    arguments = [ints.new_zeros(2), *[ints[0]] * 2, *[ints] * 3, ints[0], *[ints] * 4, ids, ids]
-    rows = functools.partial(get_implementation(name).window_rows, first=0, num_queries=1)
-    with pytest.raises(ValueError, match="window: expected a positive int or None, got 0"):
-        rows(*arguments, window=0)
-    with pytest.raises(ValueError, match="rows: expected dtype torch.int64"):
-        rows(*arguments[:-2], ints[0], ids, window=1)
-    with pytest.raises(ValueError, match="window_slots: expected dtype torch.int64"):
-        rows(*arguments, ints[0], window=1)
+    given = {field.name: ints for field in dataclasses.fields(WindowTables)}
+    return WindowTables(**given | dict(num_segments=ints[0], window=1, window_slots=None) | changes)
+
+
+def test_a_window_must_be_positive():
+    with pytest.raises(ValueError, match="^window: expected a positive int or None, got 0"):
+        some_tables(window=0)
+
+
+@pytest.mark.parametrize("wrong", [field.name for field in dataclasses.fields(WindowTables) if field.name != "window"])
+def test_a_wrong_table_is_named(wrong):
+    floats = torch.zeros(1, device=DEVICE) if "_s" in wrong else torch.zeros(1, 1, device=DEVICE)
+    with pytest.raises(ValueError, match=f"^{wrong}: expected "):
+        some_tables(**{wrong: floats})
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_rows_of_a_window_share_nothing(name):
+    queries = Queries(*torch.ones(2, 1, dtype=torch.int64, device=DEVICE))
+    with pytest.raises(ValueError, match="^segment_ids: expected None, in a window"):
+        get_implementation(name).window_rows(Rows.allocate(1, 1, 1, DEVICE), some_tables(), queries)

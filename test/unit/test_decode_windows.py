@@ -168,9 +168,10 @@ def test_layers_of_two_shapes():
     assert list(planned) == [layer.decode_plan for layer in (narrow, wide, few)]
     rows = [listed for listed, _ in planned.values()]
     assert rows[0] is rows[2] is not rows[1]
-    assert [call.kwargs for call in one.window_rows.mock_calls] == [
-        {"window": 8, "first": 0, "num_queries": 1}
-    ] and not other.window_rows.called
+    [listing] = one.window_rows.mock_calls
+    written, tables, queries = listing.args
+    assert written is rows[0] and tables.window == 8 and (queries.first, queries.num_queries) == (0, 1)
+    assert not other.window_rows.called
     dims = [dict(num_qo_heads=2, num_kv_heads=kv, head_dim=dim) for kv, dim in ((2, 32), (1, 64), (1, 32))]
     assert [call.kwargs for call in one.plan_decode.mock_calls] == [dims[0], dims[2]]
     assert [call.kwargs for call in other.plan_decode.mock_calls] == [dims[1]]

@@ -13,7 +13,6 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_kernel_lazy import get_implementation
-from sgl_kernel_lazy.rows import Rows
 from sglang_lazy.attention.decode_rows import DecodeRows, StepRows
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
@@ -263,13 +262,13 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("queries", [dict(first=1, num_queries=4), dict(first=2), dict(first=-3, num_queries=4), {}])
-def test_a_pass_in_a_graph_prepares_its_rows_in_two_launches(queries, monkeypatch):
+def test_a_pass_in_a_graph_prepares_its_rows_in_two_launches(queries):
     """One fills them and one plans them, whichever of the passes of a step it is: each has so few layers of its own
     that a dozen small kernels would take longer than they."""
     ops, called = get_implementation("torch"), []
     kernels = Mock(
         decode_workspace=ops.decode_workspace,
-        whole_rows=lambda *_, **options: called.append(("fill", options)),
+        whole_rows=lambda _rows, _tables, queries: called.append(("fill", queries)),
         plan_decode=lambda *_, **__: called.append(("plan", None)),
     )
     layer = AttentionLayer(1, 1, 32, LayerRope(torch.zeros(16), 8, True, "cpu"), kernels=kernels)
@@ -277,24 +276,26 @@ def test_a_pass_in_a_graph_prepares_its_rows_in_two_launches(queries, monkeypatc
     rows = DecodeRows(given, torch.zeros(4, 10, dtype=torch.int32), given.model, 4)
     rows.allocate_for_graphs(8)
     step = StepRows(2, torch.tensor([3, 1]), torch.tensor([4, 2]), None, **queries)
-    monkeypatch.setattr(Rows, "_check_contents", lambda _: None)  # on a CPU only
     with Launches() as torch_itself:
         rows.of(step, for_graph=True)
     assert torch_itself.launched == []
-    assert called == [("fill", {"first": 0, "num_queries": 1} | queries), ("plan", None)]
+    [(_, given), last] = called
+    assert (given.first, given.num_queries) == (queries.get("first", 0), queries.get("num_queries", 1))
+    assert last == ("plan", None)
 
 
 def test_queries_of_a_padded_batch():
     """SGLang's graphs are given buffers for their largest batch."""
     rows = StepRows(1, torch.tensor([3, 0]), torch.tensor([7, 1]), None, first=-1, num_queries=2)
-    assert (rows.size, rows.seen(rows.seq_lens).tolist()) == (2, [6, 7])
-    assert (rows.places.tolist(), rows.lens.tolist()) == ([3], [7])
+    queries = rows.queries
+    assert (queries.total, queries.seen(queries.seq_lens).tolist()) == (2, [6, 7])
+    assert (queries.places.tolist(), queries.seq_lens.tolist()) == ([3], [7])
 
 
 def test_requests_that_pad_a_batch_have_tokens():
     """SGLang says that they have one, of which the first query of a draft's extension would see none, or fewer."""
     rows = StepRows(2, torch.tensor([3, 0]), torch.tensor([7, 1]), torch.tensor([7, 1]), first=-3, num_queries=4)
-    assert rows.seen(rows.seq_lens_cpu).tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
+    assert rows.queries.seen(rows.seq_lens_cpu).tolist() == [4, 5, 6, 7, 1, 1, 1, 1]
 
 
 def test_shapes_are_captured_for_drafts_over_chunks():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sgl_kernel_lazy.rows import Rows
-from sglang_lazy.attention.metadata import DecodeTables
+from sgl_kernel_lazy.tables import Queries, RowTables, WindowTables
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import DecodePlan, ServedModel
 
@@ -42,24 +42,10 @@ class StepRows(NamedTuple):
     num_queries: int = 1
 
     @property
-    def size(self) -> int:
-        return self.batch_size * self.num_queries
-
-    @property
-    def places(self) -> torch.Tensor:
-        """The row of each request, [batch_size]."""
-        return self.req_pool_indices[: self.batch_size]
-
-    @property
-    def lens(self) -> torch.Tensor:
-        """How many tokens each request has there, [batch_size]."""
-        return self.seq_lens[: self.batch_size]
-
-    def seen(self, lens: torch.Tensor) -> torch.Tensor:
-        """How many tokens each query sees, [size].  lens: [batch_size] or more, `seq_lens` or `seq_lens_cpu`."""
-        queries = torch.arange(self.first, self.first + self.num_queries, device=lens.device)
-        of_queries = lens[: self.batch_size, None] + queries
-        return of_queries.clamp(min=1).flatten()  # a request that pads the batch of a graph has one token
+    def queries(self) -> Queries:
+        """As kernels take them."""
+        places, seq_lens = self.req_pool_indices[: self.batch_size], self.seq_lens[: self.batch_size]
+        return Queries(places, seq_lens, self.first, self.num_queries)
 
 
 class DecodeRows:
@@ -80,7 +66,7 @@ class DecodeRows:
         model: ServedModel,
         num_queries: int = 1,
     ):
-        self._table, self._req_to_token = table, req_to_token
+        self._table, self._context = table, req_to_token.shape[1]
         num_rows, device = req_to_token.shape[0] * num_queries, table.ends.device
         plans = dict.fromkeys(layer.decode_plan for layer in model.layers.values())
         new = {
@@ -91,14 +77,14 @@ class DecodeRows:
         _log_size("workspace for decode", new.values())
         table.workspaces |= new
         self._workspaces = {plan: table.workspaces[plan] for plan in plans}
-        self._for_graphs: Mapping[int | None, DecodeTables] = {}
+        self._tables = {plan.window: _tables(table, req_to_token, plan.window) for plan in plans}
+        self._for_graphs: Mapping[int | None, Rows] = {}
 
     def allocate_for_graphs(self, max_bs: int) -> None:
         """Allocate the metadata that CUDA graphs read, for batches of up to `max_bs` rows."""
-        max_context = self._req_to_token.shape[1]
-        self._for_graphs = self._allocate(max_bs, max_bs * max_context)
-        tensors = [tensor for tables in self._for_graphs.values() for tensor in vars(tables).values()]
-        _log_size("decode metadata", tensors)
+        self._for_graphs = self._allocate(max_bs, max_bs * self._context)
+        tensors = [each for rows in self._for_graphs.values() for each in vars(rows).values()]
+        _log_size("decode metadata", [each for each in tensors if isinstance(each, torch.Tensor)])
 
     def of(self, step: StepRows, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
         """By plan, the rows of a decode batch, copied from the live tables and planned; see `unplanned`."""
@@ -110,26 +96,49 @@ class DecodeRows:
     def unplanned(self, step: StepRows, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
         """By plan, the rows of a decode batch, copied from the live tables. Without lengths on the host, and not for a
         graph, this waits for the device."""
+        queries = step.queries
         if for_graph:
-            memory = {window: tables.first(step.size) for window, tables in self._for_graphs.items()}
+            rows = {window: memory.first(queries.total) for window, memory in self._for_graphs.items()}
         else:
             on_host = step.seq_lens if step.seq_lens_cpu is None else step.seq_lens_cpu
-            memory = self._allocate(step.size, int(step.seen(on_host).sum()))
-        rows, table, req_to_token = {}, self._table, self._req_to_token
+            rows = self._allocate(queries.total, int(queries.seen(on_host[: step.batch_size]).sum()))
         for plan in {plan.window: plan for plan in self._workspaces}.values():
-            tables, whole = memory[plan.window], plan.window is None
-            fill = tables.fill_whole if whole else tables.fill_window
-            fill(step.places, step.lens, table, req_to_token, plan, step.first, step.num_queries)
-            rows[plan.window] = tables.rows(whole=whole)
+            fill = plan.kernels.whole_rows if plan.window is None else plan.kernels.window_rows
+            fill(rows[plan.window], self._tables[plan.window], queries)
         return {plan: PlannedRows(rows[plan.window], workspace) for plan, workspace in self._workspaces.items()}
 
-    def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, DecodeTables]:
+    def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, Rows]:
+        """The memory of rows, which a pass reads instead of the live tables: the scheduler may rewrite those meanwhile.
+        Reads are shared by whole rows only."""
+        size = self._table.max_segments, self._table.ends.device
         return {
-            window: DecodeTables.allocate(
-                max_bs, max_kv if window is None else min(max_kv, max_bs * window), self._table
-            )
-            for window in {plan.window for plan in self._workspaces}
+            window: Rows.allocate(max_bs, max_kv, *size)
+            if window is None
+            else Rows.allocate(max_bs, min(max_kv, max_bs * window), *size, shared=False)
+            for window in self._tables
         }
+
+
+def _tables(table: SegmentTable, req_to_token: torch.Tensor, window: int | None) -> RowTables | WindowTables:
+    """The live tables, as kernels take them."""
+    if window is None:
+        return RowTables(
+            req_to_token=req_to_token,
+            num_segments=table.num_segments,
+            segment_ends=table.ends,
+            segment_offsets=table.offsets,
+            segment_ids=table.ids,
+        )
+    return WindowTables(
+        req_to_token=req_to_token,
+        num_segments=table.num_segments,
+        segment_offsets=table.offsets,
+        tail_ends=table.tail_ends,
+        tail_indices=table.tail_indices,
+        tail_positions=table.tail_positions,
+        window=window,
+        window_slots=table.model.window_slots,
+    )
 
 
 def plan_rows(rows: Mapping[DecodePlan, PlannedRows], plan: DecodePlan) -> None:

@@ -11,123 +11,22 @@ from sgl_kernel_lazy.rows import ExtendRows, Rows
 from sglang_lazy.attention.rows import AttentionRow, LinkedBatch, row_ranges
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
-from sglang_lazy.core.model import DecodePlan
 
 CopyRanges = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 """Copies slots to a tensor, which is int32: those of ranges, from `row_ranges`."""
 
 
-@dataclasses.dataclass
-class DecodeTables:
-    """The memory of a decode batch's `Rows`, see there for shapes.
+def fill_segments(rows: Rows, places: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
+    """Copy the segments of a decode batch from the live table, without synchronizing with the device.
 
-    A pass reads this snapshot, never the live tables, which the scheduler may rewrite while the pass runs. CUDA graphs
-    begin by making it.
+    rows: written, but for its `kv_indices`.  places: [bs] int64, of the table.  seq_lens: [bs].
     """
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    num_segments: torch.Tensor
-    segment_ends: torch.Tensor
-    segment_offsets: torch.Tensor
-    segment_ids: torch.Tensor
-
-    @classmethod
-    def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "DecodeTables":
-        """Allocate a snapshot for decode batches of up to `max_bs` rows and `max_kv` KV tokens."""
-        device = table.ends.device
-
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        segments = (max_bs, table.max_segments)
-        return cls(ints(max_bs + 1), ints(max_kv), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
-
-    def first(self, bs: int) -> "DecodeTables":
-        """A view of the first `bs` rows."""
-        return DecodeTables(
-            kv_indptr=self.kv_indptr[: bs + 1],
-            kv_indices=self.kv_indices,
-            num_segments=self.num_segments[:bs],
-            segment_ends=self.segment_ends[:bs],
-            segment_offsets=self.segment_offsets[:bs],
-            segment_ids=self.segment_ids[:bs],
-        )
-
-    def rows(self, *, whole: bool) -> Rows:
-        """What has been filled in, checked.  whole: whether rows have all their tokens, so that reads may be shared."""
-        return Rows(**vars(self) if whole else vars(self) | {"segment_ids": None})
-
-    def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
-        """Copy the segments of a decode batch from the live table, without synchronizing with the device.
-
-        The caller fills `kv_indices`, with slots of its own.  rows: [bs] int64.  seq_lens: [bs].
-        """
-        torch.cumsum(seq_lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
-        torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
-        torch.index_select(table.ends, 0, rows, out=self.segment_ends)
-        torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
-        torch.index_select(table.ids, 0, rows, out=self.segment_ids)
-
-    def fill_whole(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        table: SegmentTable,
-        req_to_token: torch.Tensor,
-        plan: DecodePlan,
-        first: int,
-        num_queries: int,
-    ) -> None:
-        """The same in one launch, for `num_queries` of each row, including `kv_indices`; see `whole_rows`."""
-        plan.kernels.whole_rows(
-            self.kv_indptr,
-            self.kv_indices,
-            self.num_segments,
-            self.segment_ends,
-            self.segment_offsets,
-            self.segment_ids,
-            req_to_token,
-            table.num_segments,
-            table.ends,
-            table.offsets,
-            table.ids,
-            rows,
-            seq_lens,
-            first=first,
-            num_queries=num_queries,
-        )
-
-    def fill_window(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        table: SegmentTable,
-        req_to_token: torch.Tensor,
-        plan: DecodePlan,
-        first: int,
-        num_queries: int,
-    ) -> None:
-        """The same for the part of each row within the plan's window; see `window_rows`."""
-        plan.kernels.window_rows(
-            self.kv_indptr,
-            self.kv_indices,
-            self.num_segments,
-            self.segment_ends,
-            self.segment_offsets,
-            req_to_token,
-            table.num_segments,
-            table.offsets,
-            table.tail_ends,
-            table.tail_indices,
-            table.tail_positions,
-            rows,
-            seq_lens,
-            table.model.window_slots,
-            window=plan.window,
-            first=first,
-            num_queries=num_queries,
-        )
+    assert rows.segment_ids is not None
+    torch.cumsum(seq_lens, 0, dtype=torch.int32, out=rows.kv_indptr[1:])
+    torch.index_select(table.num_segments, 0, places, out=rows.num_segments)
+    torch.index_select(table.ends, 0, places, out=rows.segment_ends)
+    torch.index_select(table.offsets, 0, places, out=rows.segment_offsets)
+    torch.index_select(table.ids, 0, places, out=rows.segment_ids)
 
 
 class PrefillRows(NamedTuple):

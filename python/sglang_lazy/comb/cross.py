@@ -10,7 +10,7 @@ import torch
 
 from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows, Rows
-from sglang_lazy.attention.metadata import DecodeTables, PrefillRows
+from sglang_lazy.attention.metadata import PrefillRows, fill_segments
 from sglang_lazy.attention.rows import Pass
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.comb.encoder_rows import EncoderRows
@@ -47,14 +47,14 @@ class CrossBatch:
                 read_here(part)
         return cls(slots, current.extend_lens)
 
-    def decode(self, tables: DecodeTables, rows: torch.Tensor, table: SegmentTable) -> Rows:
-        """The rows of a decode step, in the memory `tables`.  rows: int64 [its size], including padding at the end."""
-        lens = np.zeros(len(rows), dtype=np.int32)
+    def decode(self, rows: Rows, places: torch.Tensor, table: SegmentTable) -> None:
+        """Write the rows of a decode step.  places: int64 [their number], including padding at the end."""
+        lens = np.zeros(rows.bs, dtype=np.int32)
         lens[: len(self.slots)] = [0 if part is None else len(part) for part in self.slots]
-        tables.fill(rows, to_device(lens, rows.device), table)
+        fill_segments(rows, places, to_device(lens, rows.device), table)
         if slots := [part for part in self.slots if part is not None]:
-            torch.cat(slots, out=tables.kv_indices[: lens.sum()])
-        return tables.rows(whole=True)
+            torch.cat(slots, out=rows.kv_indices[: lens.sum()])
+        rows.check_contents()
 
     def prefill(self, table: SegmentTable) -> PrefillRows:
         """The rows with chunks. They have no segments, since keys are not rotated."""
@@ -136,7 +136,7 @@ class CrossReader:
         self.decode: Rows | None = None
         layer, device = table.model.layers[0], table.ends.device
         self.table, self._kv_buffer, self._ops = table, kv_buffer, layer.kernels
-        self._graph_tables: DecodeTables | None = None
+        self._graph_rows: Rows | None = None
         self._layers: dict[int, Layer] = {}
         self._dims = layer.decode_plan.dims
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
@@ -159,22 +159,26 @@ class CrossReader:
             self.prefill = current.prefill(self.table)
             return
         num_kv = sum(len(part) for part in current.slots if part is not None)
-        self._plan(current, DecodeTables.allocate(len(pool_indices), num_kv, self.table), pool_indices)
+        self._plan(current, self._allocate(len(pool_indices), num_kv), pool_indices)
 
     def allocate_for_graphs(self, max_bs: int, max_context: int) -> None:
-        """Allocate the tables of decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
-        self._graph_tables = DecodeTables.allocate(max_bs, max_bs * max_context, self.table)
+        """Allocate the rows of decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
+        self._graph_rows = self._allocate(max_bs, max_bs * max_context)
 
     def describe_for_graph(self, current: CrossBatch | None, pool_indices: torch.Tensor) -> None:
         """`describe` into the memory that decode graphs read."""
         self.prefill = self.decode = None
         if current is not None:
-            assert self._graph_tables is not None
-            self._plan(current, self._graph_tables.first(len(pool_indices)), pool_indices)
+            assert self._graph_rows is not None
+            self._plan(current, self._graph_rows.first(len(pool_indices)), pool_indices)
 
-    def _plan(self, current: CrossBatch, tables: DecodeTables, pool_indices: torch.Tensor) -> None:
-        self.decode = current.decode(tables, pool_indices, self.table)
-        self._ops.plan_decode(self._workspace, self.decode, **self._dims)
+    def _allocate(self, bs: int, num_kv: int) -> Rows:
+        return Rows.allocate(bs, num_kv, self.table.max_segments, self.table.ends.device)
+
+    def _plan(self, current: CrossBatch, rows: Rows, pool_indices: torch.Tensor) -> None:
+        current.decode(rows, pool_indices, self.table)
+        self.decode = rows
+        self._ops.plan_decode(self._workspace, rows, **self._dims)
 
     def readers(self) -> Readers | None:
         """The new tokens that read chunks; None if none does."""

@@ -1,18 +1,19 @@
 """The KV tokens of each row within a window in decode, with its segments: one program per row, in one launch."""
 
-import torch
 import triton.language as tl
 
+from sgl_kernel_lazy.rows import Rows
+from sgl_kernel_lazy.tables import Queries, WindowTables, check_listing
 from sgl_kernel_lazy.triton.common import jit, table_block
-from sgl_kernel_lazy.validation import check_window_inputs
 
 
 @jit
 def _window_rows_kernel(
     kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
-    req_to_token, all_num_segments, all_offsets, tail_ends, tail_indices, tail_positions, rows, seq_lens, window_slots,
-    first, window, max_tail, stride_row, stride_count, stride_all_offsets, stride_tail_ends, stride_indices,
-    stride_positions, stride_ends, stride_offsets,
+    req_to_token, all_num_segments, all_offsets, tail_ends, tail_indices, tail_positions,
+    places, seq_lens, window_slots, first, window, max_tail,
+    stride_row, stride_count, stride_all_offsets, stride_tail_ends, stride_indices, stride_positions,
+    stride_ends, stride_offsets,
     NUM_QUERIES: tl.constexpr, HAS_POOL: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +28,7 @@ def _window_rows_kernel(
     length = tl.minimum(seq_len, window)
     tl.store(kv_indptr + b + 1, start + length)
 
-    row = tl.load(rows + b // NUM_QUERIES)
+    row = tl.load(places + b // NUM_QUERIES)
     slots = req_to_token + row * stride_row
     entry = tl.arange(0, BLOCK_T)
     position = tl.load(tail_positions + row * stride_positions + entry, mask=entry < max_tail, other=-2147483648)
@@ -59,41 +60,21 @@ def _window_rows_kernel(
         tl.store(segment_offsets + b * stride_offsets + part, offset, mask=part < count)
 
 
-def window_rows(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-    segment_offsets: torch.Tensor,
-    req_to_token: torch.Tensor,
-    all_num_segments: torch.Tensor,
-    all_offsets: torch.Tensor,
-    tail_ends: torch.Tensor,
-    tail_indices: torch.Tensor,
-    tail_positions: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    window_slots: torch.Tensor | None = None,
-    *,
-    window: int,
-    first: int,
-    num_queries: int,
-) -> None:
+def window_rows(rows: Rows, tables: WindowTables, queries: Queries) -> None:
     """See `sgl_kernel_lazy.torch_impl.window_rows`; without device synchronization."""
-    check_window_inputs(
-        kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, req_to_token, all_num_segments, all_offsets,
-        tail_ends, tail_indices, tail_positions, rows, seq_lens, window_slots, window, num_queries,
-    )  # fmt: skip
-    if not (total := len(num_segments)):
+    check_listing(rows, tables, queries)
+    if not (total := rows.bs):
         return
-    max_tail = tail_indices.shape[1]
+    max_tail, window_slots = tables.tail_indices.shape[1], tables.window_slots
     _window_rows_kernel[(total,)](
-        kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
-        req_to_token, all_num_segments, all_offsets, tail_ends, tail_indices, tail_positions, rows, seq_lens,
-        rows if window_slots is None else window_slots,
-        first, window, max_tail, req_to_token.stride(0), all_num_segments.stride(0), all_offsets.stride(0),
-        tail_ends.stride(0), tail_indices.stride(0), tail_positions.stride(0), segment_ends.stride(0),
-        segment_offsets.stride(0),
-        NUM_QUERIES=num_queries, HAS_POOL=window_slots is not None,
+        rows.kv_indptr, rows.kv_indices, rows.num_segments, rows.segment_ends, rows.segment_offsets,
+        tables.req_to_token, tables.num_segments, tables.segment_offsets, tables.tail_ends, tables.tail_indices,
+        tables.tail_positions, queries.places, queries.seq_lens,
+        queries.places if window_slots is None else window_slots,
+        queries.first, tables.window, max_tail, tables.req_to_token.stride(0), tables.num_segments.stride(0),
+        tables.segment_offsets.stride(0), tables.tail_ends.stride(0), tables.tail_indices.stride(0),
+        tables.tail_positions.stride(0), rows.segment_ends.stride(0), rows.segment_offsets.stride(0),
+        NUM_QUERIES=queries.num_queries, HAS_POOL=window_slots is not None,
         BLOCK_B=256, BLOCK_T=table_block(max_tail, least=16), BLOCK_N=128, BLOCK_S=128, num_warps=4,
     )  # fmt: skip
+    rows.check_contents()
