@@ -2,14 +2,19 @@
 
 import collections
 import contextlib
+import functools
 import multiprocessing
 from collections.abc import Callable, Iterator
 
 
 class Stream:
-    """A queue of work, in order. The main stream runs everything at once."""
+    """A queue of work, in order. The main stream runs everything at once.
+
+    cuda_stream: the handle that copy engines are given; here the stream itself.
+    """
 
     def __init__(self):
+        self.cuda_stream = self
         self.queued: collections.deque[Callable[[], None]] = collections.deque()
 
     def do(self, work: Callable[[], None]) -> None:
@@ -22,7 +27,7 @@ class Stream:
         self.queued.popleft()()
 
     def wait_event(self, event: "Event") -> None:
-        self.do(event.synchronize)
+        self.do(event.waiting())
 
     def wait_stream(self, stream: object) -> None:
         """Nothing to wait for: `stream` is that of forward passes, which a CPU runs at once."""
@@ -33,31 +38,35 @@ _current = MAIN
 
 
 class Event:
-    """A query that finds it pending runs one step of its stream, so work that nobody waits for completes in time."""
+    """A query that finds it pending runs one step of its stream, so work that nobody waits for completes in time.
+
+    May be recorded again: who waits waits for the record that is the last when it is told to.
+    """
 
     def __init__(self):
-        self._stream, self._num_to_come = MAIN, 0  # records; the last one counts
+        self._stream, self._come = MAIN, [True]  # of the last record; `_come` is empty until it has come
 
-    def record(self) -> None:
-        self._stream = _current
-        self._num_to_come += 1
-        _current.do(self._come)
-
-    def _come(self) -> None:
-        self._num_to_come -= 1
-
-    @property
-    def _done(self) -> bool:
-        return not self._num_to_come
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream, self._come = stream or _current, []
+        self._stream.do(functools.partial(self._come.append, True))
 
     def query(self) -> bool:
-        if not self._done:
+        if not self._come:
             self._stream.advance()
-        return self._done
+        return bool(self._come)
 
     def synchronize(self) -> None:
-        while not self._done:
-            self._stream.advance()
+        self.waiting()()
+
+    def waiting(self) -> Callable[[], None]:
+        """What waits for the last record so far."""
+        stream, come = self._stream, self._come
+
+        def wait() -> None:
+            while not come:
+                stream.advance()
+
+        return wait
 
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)

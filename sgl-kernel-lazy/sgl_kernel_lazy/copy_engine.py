@@ -47,7 +47,8 @@ def available() -> bool:
 
 
 def copy_runs(sources: np.ndarray, targets: np.ndarray, sizes: np.ndarray, stream: int) -> None:
-    """Queue copies, which may run in any order and at once.
+    """Queue copies, which may run in any order and at once. Copies of other streams to the host wait for all that a
+    stream has queued to go there, however many calls it was queued by; not so those to the device.
 
     sources, targets: [n] int64, addresses in pinned host memory or on the device. Nothing may be both read and written.
     sizes: [n] int64, bytes, each more than 0.

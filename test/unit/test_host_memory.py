@@ -1,8 +1,8 @@
 """Copies between a device's pool and host memory: bitwise, in any slots, and never read before they have come."""
 
 import ctypes
+import functools
 import importlib
-import types
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from fakes import streams
 from fakes.late_copies import LateCopier
 from sgl_kernel_lazy import copy_engine
-from sglang_lazy.cache import host_memory
+from sglang_lazy.cache import host_memory, turns
 from sglang_lazy.cache.host_memory import CpuCopier, GpuCopier, HostMemory, Piece
 from sglang_lazy.cache.transfers import Transfers
 
@@ -28,19 +28,19 @@ SHAPES = {
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The copy engine of a CPU; lists the sizes of its runs."""
+    """The copy engine of a CPU, on the streams of `fakes.streams`; lists the sizes of its runs."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU, Triton's interpreter is off; the tests at the end run there")
     sizes_copied = []
 
     def copy_runs(sources, targets, sizes, stream):
         for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
-            ctypes.memmove(target, source, size)
-        sizes_copied.append(sizes.tolist())
+            stream.do(functools.partial(ctypes.memmove, target, source, size))
+        if len(sizes):
+            sizes_copied.append(sizes.tolist())
 
     monkeypatch.setattr(copy_engine, "available", lambda: True)
     monkeypatch.setattr(copy_engine, "copy_runs", copy_runs)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(host_memory, "MIN_RUN_BYTES", 4 * 32)
     return sizes_copied
 
@@ -72,7 +72,7 @@ def poison(layers):
 
 
 @pytest.mark.parametrize("parts", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("copies", [CpuCopier, GpuCopier])
+@pytest.mark.parametrize("copies", [CpuCopier, lambda memory: GpuCopier(memory, streams)], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_copied_comes_back_to_other_slots(engine, parts, copies, seed):
     """Slots are ragged: runs of random lengths at random places, on both sides."""
@@ -106,7 +106,7 @@ def test_what_is_copied_comes_back_to_other_slots(engine, parts, copies, seed):
 def test_long_runs_go_to_the_copy_engine_and_the_rest_to_the_kernel(engine):
     gen = torch.Generator().manual_seed(4)
     memory = HostMemory(random_layers(SHAPES["keys and values"], gen), HOST_SLOTS)
-    kernel, rows = GpuCopier(memory), []
+    kernel, rows = GpuCopier(memory, streams), []
     copy_rows = kernel._copy_rows
     kernel._copy_rows = lambda *args: rows.append((len(args[0]), len(args[2]), args[5])) or copy_rows(*args)
     host = torch.cat([torch.arange(10, 16), torch.tensor([3, 1]), torch.arange(30, 34), torch.tensor([50, 51, 52])])
@@ -119,12 +119,29 @@ def test_long_runs_go_to_the_copy_engine_and_the_rest_to_the_kernel(engine):
     assert engine == [[6 * 32, 4 * 32] * 2] * LAYERS and rows == [(2, 5, 2)] * LAYERS
 
 
+def test_copies_to_the_host_go_in_small_batches(engine, monkeypatch):
+    """And are complete once the ticket says so, although other streams make them. Those to the device stay whole."""
+    monkeypatch.setattr(turns, "BATCH_BYTES", 5 * 32)
+    gen = torch.Generator().manual_seed(12)
+    layers = random_layers(SHAPES["keys and values"], gen)
+    memory = HostMemory(layers, HOST_SLOTS)
+    transfers = Transfers(memory, GpuCopier(memory, streams), streams)
+    slots = torch.arange(12)
+    expected = as_bytes(layers, slots)
+    transfers.back_up(piece(slots + 7, slots)).finish()
+    assert list(map(sum, engine)) == [5 * 32] * 14 + [2 * 32], "of 2 x 3 x 12 rows"
+    engine.clear()
+    poison(layers)
+    transfers.load(piece(slots + 7, slots)).finish()
+    assert engine == [[12 * 32] * 2] * LAYERS and all(map(torch.equal, as_bytes(layers, slots), expected))
+
+
 def test_slots_that_the_cpu_does_not_know_go_to_the_kernel(engine):
     """Each piece by itself, in any order; nothing waits for the numbers."""
     gen = torch.Generator().manual_seed(10)
     layers = random_layers(SHAPES["keys and values"], gen)
     memory = HostMemory(layers, HOST_SLOTS)
-    transfers = Transfers(memory, GpuCopier(memory), streams)
+    transfers = Transfers(memory, GpuCopier(memory, streams), streams)
     slots = torch.randperm(8, generator=gen) * 5
     source, host = ((slots[:, None] + torch.arange(4)).flatten() for _ in range(2))
     pieces = [
@@ -144,7 +161,7 @@ def test_kernels_are_compiled_before_anybody_waits(engine, monkeypatch):
     sizes, copy_rows = [], kernels.copy_rows
     monkeypatch.setattr(kernels, "copy_rows", lambda *args: sizes.append(args[4]) or copy_rows(*args))
     gen = torch.Generator().manual_seed(11)
-    GpuCopier(HostMemory(random_layers(SHAPES["bytes and their scales"], gen), HOST_SLOTS))
+    GpuCopier(HostMemory(random_layers(SHAPES["bytes and their scales"], gen), HOST_SLOTS), streams)
     assert sorted(sizes) == [8, 10] and not engine
 
 
@@ -165,7 +182,7 @@ def test_without_batched_copies_the_kernel_copies_everything(engine, monkeypatch
     layers = random_layers(SHAPES["latents"], gen)
     memory = HostMemory(layers, HOST_SLOTS)
     expected = as_bytes(layers, torch.arange(20))
-    transfers = Transfers(memory, GpuCopier(memory), streams)
+    transfers = Transfers(memory, GpuCopier(memory, streams), streams)
     transfers.back_up(piece(torch.arange(20), torch.arange(20))).finish()
     poison(layers)
     transfers.load(piece(torch.arange(20), torch.arange(20))).finish()
@@ -257,8 +274,9 @@ def device_layers(parts, gen, num_slots):
 @pytest.mark.parametrize("parts", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("min_run_bytes", [1, 1 << 15, 1 << 60], ids=["engine", "both", "kernel"])
 def test_a_gpu_copies_bitwise(monkeypatch, parts, min_run_bytes):
-    """Runs of 1 to 3,000 tokens, in another order on each side."""
+    """Runs of 1 to 3,000 tokens, in another order on each side; batches end anywhere within them."""
     monkeypatch.setattr(host_memory, "MIN_RUN_BYTES", min_run_bytes)
+    monkeypatch.setattr(turns, "BATCH_BYTES", 33_333)
     gen = torch.Generator().manual_seed(9)
     layers = device_layers(parts, gen, 9000)
     memory = HostMemory(layers, 9000)
@@ -326,3 +344,28 @@ def test_copies_of_a_gpu_wait_for_passes_and_passes_for_loads(monkeypatch, min_r
             read += [(buffer[:4000] == 2 * layer + place + 1).all() for place, buffer in enumerate(buffers)]
     passes.synchronize()  # `item` waits for the current stream alone
     assert all(each.item() for each in read)
+
+
+@on_gpu
+def test_other_copies_to_the_host_pass_those_of_chunks():
+    """Five small ones one after another, as tokens of steps are, while a gigabyte is copied."""
+    if not copy_engine.available():
+        pytest.skip("the driver is older than CUDA 12.8")
+    num_slots = 1 << 19
+    layers = [[torch.ones(num_slots, 64, device="cuda") for _ in "kv"] for _ in range(4)]
+    memory = HostMemory(layers, num_slots)
+    transfers, other = Transfers(memory), torch.cuda.Stream()
+    slots = torch.arange(num_slots).reshape(8, -1)[torch.randperm(8)].flatten()
+    on_device = slots.cuda()
+    token, read = torch.zeros(1, device="cuda"), torch.empty(1, pin_memory=True)
+    torch.cuda.synchronize()
+    backed_up = transfers.back_up(piece(slots, on_device))
+    with torch.cuda.stream(other):
+        for number in range(1, 6):
+            token.fill_(number)
+            read.copy_(token, non_blocking=True)
+            other.synchronize()
+            assert read.item() == number
+    assert not backed_up.done
+    backed_up.finish()
+    assert all((rows.view(torch.float32) == 1).all() for rows in memory.groups[0].host)

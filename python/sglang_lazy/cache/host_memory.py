@@ -18,6 +18,7 @@ import torch
 
 from sgl_kernel_lazy import copy_engine
 from sglang_lazy.cache.host_slots import HostSlots, runs
+from sglang_lazy.cache.turns import Turns
 
 LOAD_BLOCKS, BACK_UP_BLOCKS = 2, 1
 """Thread blocks that copy scattered slots. Each occupies an SM that concurrent passes could use. Requests wait for
@@ -168,12 +169,16 @@ class _Buffers(NamedTuple):
 
 
 class GpuCopier:
-    """For a GPU: runs by its copy engines, which hold no SMs, other slots by a kernel of few thread blocks."""
+    """For a GPU: runs by its copy engines, which hold no SMs, other slots by a kernel of few thread blocks.
 
-    def __init__(self, memory: HostMemory):
+    streams: the device's module of PyTorch, with streams and events.
+    """
+
+    def __init__(self, memory: HostMemory, streams: Any = torch.cuda):
         # Imported where there is a GPU only: Triton takes a while.
         self._copy_rows = importlib.import_module("sgl_kernel_lazy.triton.copy_rows").copy_rows
         self._device, self._num_layers = memory.device, memory.num_layers
+        self._streams, self._turns = streams, Turns(streams)
         self._buffers = [self._addresses(rows) for rows in memory.groups]
         widest = max(rows.row_bytes for rows in memory.groups)
         self._min_run = -(-MIN_RUN_BYTES // widest) if copy_engine.available() else None
@@ -217,19 +222,15 @@ class GpuCopier:
         return slots.to(self._device, non_blocking=True)
 
     def load(self, plan: _Plan, layer: int) -> None:
+        stream = self._streams.current_stream().cuda_stream
         for buffers, (host, device, sizes) in zip(self._buffers, plan.of_groups, strict=True):
             part = slice(buffers.bounds[layer], buffers.bounds[layer + 1])
-            self._copy_runs(host[part], device[part], sizes[part])
+            copy_engine.copy_runs(host[part].ravel(), device[part].ravel(), sizes[part].ravel(), stream)
             tables = [table[part] for table in buffers.tables]
             self._copy_rows(*tables, plan.host, plan.device, buffers.row_bytes, LOAD_BLOCKS)
 
     def back_up(self, plan: _Plan) -> None:
         for buffers, (host, device, sizes) in zip(self._buffers, plan.of_groups, strict=True):
-            self._copy_runs(device, host, sizes)
+            self._turns.copy_runs(device.ravel(), host.ravel(), sizes.ravel())
             there, here = buffers.tables[1], buffers.tables[0]
             self._copy_rows(there, here, plan.device, plan.host, buffers.row_bytes, BACK_UP_BLOCKS)
-
-    def _copy_runs(self, sources: np.ndarray, targets: np.ndarray, sizes: np.ndarray) -> None:
-        if sizes.size:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            copy_engine.copy_runs(sources.ravel(), targets.ravel(), sizes.ravel(), stream)
