@@ -5,8 +5,9 @@
 First every way to copy is checked bitwise. Rows are then GB/s for one prompt's KV, from the call until the copy has
 ended, layer by layer to the GPU, as the server loads it, and all layers at once to the host; and `call_ms`, for which
 the scheduler's thread is busy. `by` is the copy engine or the kernel, with its number of thread blocks. Rows with
-`beside` have what forward passes lose to concurrent copies, in ms per GB. `plain` is a single copy of as many bytes.
-Compare with `host_transfer`, SGLang's copies, on the same machine. Needs a GPU.
+`beside` have what forward passes lose to concurrent copies, in ms per GB; those with `small_copies`, how long eight
+bytes of another stream take to the host meanwhile, as the tokens of a step do. `plain` is a single copy of as many
+bytes. Compare with `host_transfer`, SGLang's copies, on the same machine. Needs a GPU.
 """
 
 import argparse
@@ -16,13 +17,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from benchmark.serving.beside import NUM_TOKENS, Copy, beside, passes
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import DENSE
-from sglang_lazy.cache import host_memory
+from sglang_lazy.cache import host_memory, turns
 from sglang_lazy.cache.host_memory import GpuCopier, HostMemory, Piece
 from sglang_lazy.cache.transfers import Ticket, Transfers
 
@@ -33,7 +35,21 @@ REPETITIONS = 20
 BACK_UP_TOKENS = 1024
 """Tokens copied to the host at once, concurrently with passes."""
 ALWAYS, NEVER = 1, 1 << 60
-"""Bytes from which a run goes to the copy engine."""
+"""Bytes from which a run goes to the copy engine, or of a batch."""
+
+
+class Way(NamedTuple):
+    """To copy; see `host_memory` and `turns`."""
+
+    name: str
+    min_run_bytes: int
+    blocks: int = 4
+    batch_bytes: int = turns.BATCH_BYTES
+
+    def choose(self) -> None:
+        """Have copiers made from now on, and copies, use it."""
+        host_memory.MIN_RUN_BYTES, turns.BATCH_BYTES = self.min_run_bytes, self.batch_bytes
+        host_memory.LOAD_BLOCKS = host_memory.BACK_UP_BLOCKS = self.blocks
 
 
 def ragged(num_tokens: int, run: int, generator: torch.Generator) -> torch.Tensor:
@@ -54,6 +70,23 @@ def timed(copy: Callable[[], Ticket]) -> tuple[float, float]:
         totals.append(time.perf_counter() - start)
         calls.append(called - start)
     return statistics.median(totals[2:]) * 1e3, statistics.median(calls[2:]) * 1e3
+
+
+def small_copies(copy: Callable[[], Ticket]) -> dict:
+    """Milliseconds that eight bytes of another stream take to the host while a copy is under way."""
+    other, taken = torch.cuda.Stream(), []
+    token, read = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.empty(1, dtype=torch.int64, pin_memory=True)
+    for _ in range(REPETITIONS):
+        torch.cuda.synchronize()
+        ticket = copy()
+        while not ticket.done:
+            start = time.perf_counter()
+            with torch.cuda.stream(other):
+                read.copy_(token, non_blocking=True)
+            other.synchronize()
+            taken.append((time.perf_counter() - start) * 1e3)
+            time.sleep(0.0005)
+    return dict(count=len(taken), median_ms=round(statistics.median(taken), 3), max_ms=round(max(taken), 3))
 
 
 def check(memory: HostMemory, transfers: Transfers, source: torch.Tensor, host: torch.Tensor, run: int) -> None:
@@ -88,7 +121,8 @@ def main() -> None:
     memory = HostMemory(layers, POOL_TOKENS)
     num_bytes = args.tokens * memory.token_bytes
     generator = torch.Generator().manual_seed(0)
-    ways = [("engine", ALWAYS, 4)] + [(f"kernel, {blocks}", NEVER, blocks) for blocks in args.blocks]
+    ways = [Way("engine", ALWAYS), Way("engine, one batch", ALWAYS, batch_bytes=NEVER)]
+    ways += [Way(f"kernel, {blocks}", NEVER, blocks) for blocks in args.blocks]
     computing = {name: passes(shape, num_tokens) for name, num_tokens in NUM_TOKENS.items()}
 
     with open(args.out, "w", encoding="utf-8") as out:
@@ -120,14 +154,15 @@ def main() -> None:
             rate = num_bytes / total_ms / 1e6
             note(copy=name, by="plain", gb_per_s=round(rate, 2), call_ms=round(call_ms, 3))
             note_beside(Copy(lambda _, copy=plain: copy(), num_bytes), rate, copy=name, by="plain")
+            if name == "back_up":
+                note(copy=name, by="plain", small_copies=small_copies(ended))
 
         for run in args.runs:
             device, host = (ragged(args.tokens, run, generator) for _ in range(2))
-            for way, min_run_bytes, blocks in ways:
-                if way == "engine" and run == 1:
+            for way in ways:
+                if way.min_run_bytes == ALWAYS and run == 1:
                     continue  # a command per row and token is of no use
-                host_memory.MIN_RUN_BYTES = min_run_bytes
-                host_memory.LOAD_BLOCKS = host_memory.BACK_UP_BLOCKS = blocks
+                way.choose()
                 copies = GpuCopier(memory)
                 transfers = Transfers(memory, copies)
                 check(memory, transfers, device, host, run)
@@ -147,9 +182,11 @@ def main() -> None:
                 for name, copy in (("load", transfers.load), ("back_up", transfers.back_up)):
                     total_ms, call_ms = timed(functools.partial(copy, whole))
                     rate = num_bytes / total_ms / 1e6
-                    row = dict(copy=name, by=way, run=run)
+                    row = dict(copy=name, by=way.name, run=run)
                     note(**row, gb_per_s=round(rate, 2), call_ms=round(call_ms, 3))
                     note_beside(parts[name], rate, **row)
+                    if name == "back_up":
+                        note(**row, small_copies=small_copies(functools.partial(copy, whole)))
     print("all copies were right")
 
 
