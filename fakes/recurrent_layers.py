@@ -247,7 +247,9 @@ def layernorm_fn(
 
 
 def rms_norm_gated(x, g, weight, bias, activation="swish", residual=None, eps=1e-6, prenorm=False, **_):
+    """As SGLang's, it reads the rows of `x` one after another from the first, whatever their strides."""
     assert residual is None and not prenorm
+    x = x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
     return layernorm_fn(x, weight, bias, g, eps, activation=activation)
 
 

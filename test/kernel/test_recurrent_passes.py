@@ -116,7 +116,9 @@ class Run:
         parts = [each.contiguous() for each in convolved.split(self.shape.dims, 1)]
         layer = (self.mamba if self.shape.kind == "mamba" else self.delta_rule)(*parts)
         states.compute(layer)
-        self.outputs = self.outputs if self.shape.kind == "mamba" else layer.outputs[0]
+        if self.shape.kind != "mamba":
+            assert layer.outputs.is_contiguous()
+            self.outputs = layer.outputs[0]
         return self
 
     def convolution(self, inputs, last):

@@ -15,16 +15,21 @@ class DeltaRule:
     state's rows are any rows. So a state of the identity below the layer's own becomes the transition.
 
     values: [1, num_tokens, heads, V].
-    outputs: the same shape, once it has run.
     """
 
-    outputs: torch.Tensor
+    _outputs: torch.Tensor
 
     def __init__(self, extend: Extend, values: torch.Tensor):
         self._extend, self._values = extend, values
 
+    @property
+    def outputs(self) -> torch.Tensor:
+        """Those of the last run, of the values' shape. They are contiguous: the norm behind them reads their rows one
+        after another, whatever their strides."""
+        return self._outputs.contiguous()
+
     def run(self, states: torch.Tensor) -> torch.Tensor:
-        self.outputs = self._extend(self._values, states)
+        self._outputs = self._extend(self._values, states)
         return states
 
     def run_with_transitions(
@@ -33,7 +38,7 @@ class DeltaRule:
         v_dim, k_dim = states.shape[2:]
         wide = torch.cat([states, transitions], 2)
         zeros = self._values.new_zeros(*self._values.shape[:-1], k_dim)
-        self.outputs = self._extend(torch.cat([self._values, zeros], -1), wide)[..., :v_dim]
+        self._outputs = self._extend(torch.cat([self._values, zeros], -1), wide)[..., :v_dim]
         return wide[:, :, :v_dim], wide[:, :, v_dim:]
 
     def identity(self, states: torch.Tensor) -> torch.Tensor:
