@@ -48,7 +48,7 @@ WAYS = {
     "STANDALONE eager": {"attention_backend": "fa3", "disable_cuda_graph": True, **chain(3)},
     "STANDALONE on two GPUs": {"attention_backend": "fa3", **GPU_WAYS["on two GPUs"], **chain(3)},
     "EAGLE triton": {"attention_backend": "triton", **chain(3)},
-    "EAGLE fa3": {"attention_backend": "fa3", **chain(3)},
+    "EAGLE fa3": {"attention_backend": "fa3", **chain(7)},
     "EAGLE3 fa3": {"attention_backend": "fa3", **chain(3)},
     # Windows, in a pool of their own, and sinks, of which the draft has none
     "EAGLE3 gpt-oss": {**options_of("gpt-oss", attention_backend="fa3", chunked_prefill_size=1024), **chain(3)},
