@@ -106,6 +106,24 @@ def test_a_pin_set_while_the_last_one_ends_also_ends(scheduler):
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
+def test_pins_on_several_ranks():
+    """A chunk is pinned if it is on any rank. Of the reasons of those where it is not, one that says more is told."""
+    unknown, full = "unknown", "the budget of pins is used up"
+
+    async def ask(verb, **_arguments):
+        skipped = ([("b", unknown), ("c", unknown), ("d", full)], [("a", unknown), ("c", full), ("d", unknown)])
+        return [
+            {"affected": [{"id": one}], "skipped": [{"id": name, "reason": why} for name, why in others], "next": None}
+            for one, others in zip("ab", skipped, strict=True)
+        ]
+
+    assert asyncio.run(Pins(ask).set(None, [*"abcd"], True, None)) == {
+        "requested": 4,
+        "affected": [{"id": "a"}, {"id": "b"}],
+        "skipped": [{"id": "c", "reason": full}, {"id": "d", "reason": full}],
+    }
+
+
 def test_deletion_on_several_ranks():
     first = {"affected": [{"id": "a", "state": "deleted"}], "skipped": [{"id": "b", "reason": "unknown"}]}
     second = {"affected": [{"id": "a", "state": "in use"}], "skipped": [{"id": "b", "reason": "unknown"}]}

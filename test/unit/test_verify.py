@@ -663,6 +663,7 @@ def test_exit_status_is_the_verdict(capsys, monkeypatch, prompts_file, tmp_path,
         ),
         (["--model-path", "m", "--max-em-drop", "1"], "error: --max-em-drop needs prompts with gold answers"),
         (["--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
+        (["--url", "127.0.0.1:9"], "begins with http:// or https://, got '127.0.0.1:9'"),
         (["--url", "http://127.0.0.1:9", "--prompts", "/nowhere"], "cannot read /nowhere"),
     ],
 )

@@ -14,6 +14,8 @@ def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Gener
     timeout: seconds for one call. Raises ValueError, here and in calls, if the server cannot be reached, does not
     understand chunks or refuses a request.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the URL of a server begins with http:// or https://, got {url!r}")
     session = requests.Session()
     if api_key is not None:
         session.headers["Authorization"] = f"Bearer {api_key}"
