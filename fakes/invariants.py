@@ -32,6 +32,8 @@ def check(pools: Any, holders: Iterable[Req]) -> None:
     check_tree_contents(pools)
     check_row_contents(pools)
     check_segments(pools)
+    if pools.cache.store.states is not None:
+        check_states(pools)
 
 
 def check_slots(pools: Any) -> None:
@@ -193,3 +195,34 @@ def check_segments(pools: Any) -> None:
                 assert slots_by_id.setdefault(segment_id, row[start:end]) == row[start:end]
             start = end
         assert start == state.prompt.num_chunk_tokens
+
+
+def check_states(pools: Any) -> None:
+    """Every state is free, of exactly one node, or of a fill; that of a node has gone through its tokens, in the order
+    of the prompts that find it; and what is told of all agrees."""
+    states, layers = pools.cache.store.states, pools.rows.segment_table.recurrent
+    slots, texts, unlocked, locked = [*states.pool._free], set(), set(), 0
+    for req in pools.running:
+        slots += [] if (fill := fill_of(req)) is None else fill.own_states
+    for node, namespace, before in pools.nodes():
+        if node.state is None:
+            continue
+        assert node.state.locks or node.state.slot is not None, "nobody needs it"
+        if node.state.slot is None:
+            continue
+        slots.append(node.state.slot)
+        locked += node.state.locks > 0
+        if not node.state.locks:
+            unlocked.add(node)
+        if namespace.kind != "chunk":
+            texts.add(node)
+        if pools.has_tiers and pools.cache.tiers.host.loading(node):
+            continue
+        tokens = before + tuple(node.tokens)
+        if namespace.kind == "chunk":
+            promise = tuple(pools.promise(namespace, tokens[: i + 1])[3] for i in range(len(tokens)))
+        else:
+            promise = pools.promise(namespace, tokens)[3]
+        assert layers.path(node.state.slot) == promise
+    assert sorted(slots) == list(range(1, states.pool.size + 1))
+    assert states._unlocked.nodes == unlocked and states.num_locked == locked and states._texts == texts

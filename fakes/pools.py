@@ -3,7 +3,9 @@
 import dataclasses
 import time
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,11 +29,15 @@ from sglang_lazy.comb.cross import CrossBatch
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.fills import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
+from sglang_lazy.core.state import fill_of, linked
 from sglang_lazy.port.cache import create
 from sglang_lazy.port.cache.storage import TensorBackend
+from sglang_lazy.port.facts import pass_of
 from sglang_lazy.port.model import model_runner
 from sglang_lazy.port.model.recurrent import RecurrentLayers
+from sglang_lazy.recurrent.pieces import ChunkRow, Text, TextRow
 from sglang_lazy.recurrent.pool import StateLayout, StatePool
+from sglang_lazy.recurrent.rows import RowStates, rows_of
 from sglang_lazy.storage import tiers
 from sglang_lazy.storage.chunk_objects import ChunkObjects
 from sglang_lazy.storage.chunk_storage import ChunkStorage, Patience
@@ -42,15 +48,76 @@ NUM_ROTATIONS = 1 << 20
 
 
 class Layers(RecurrentLayers):
-    """Recurrent layers that compute nothing."""
+    """Recurrent layers whose states say what they have gone through: a state is a number, that of a path.
+
+    paths: by their numbers, as `contents_of` has them.  of_requests: the path of each request.
+    """
 
     def __init__(self, num_states: int, max_pieces: int, device: str):
         self.pool = StatePool(StateLayout(1, ((1, 2),), torch.float32), num_states, device)
         self.max_pieces, self.knows_ends = max_pieces, True
         self.pieces, self.finish, self._streams = None, lambda: None, torch.get_device_module(device)
+        self.paths: list[tuple] = [()]
+        self.of_requests = weakref.WeakKeyDictionary[Any, tuple]()
+
+    def path(self, slot: int) -> tuple:
+        """What the state in a slot has gone through from zero."""
+        return self.paths[int(self.pool.conv[0][0, slot, 0, 0])]
+
+    def write(self, slot: int, path: tuple) -> None:
+        self.pool.conv[0][0, slot] = len(self.paths)
+        self.paths.append(path)
 
     def save(self, req: Any, slot: int) -> None:
-        """There is nothing to copy."""
+        self.write(slot, self.of_requests[req])
+
+    @contextmanager
+    def running(self, batch: Any) -> Iterator[None]:
+        """What states are read is known when the pass runs, which waits for those from the host."""
+        current = pass_of(batch)
+        if current.prefix_lens is None:
+            yield
+            for req in batch.reqs:
+                if linked(req) is not None:
+                    self.of_requests[req] += (req.contents[req.kv.kv_committed_len - 1][3][-1],)
+            return
+        with super().running(batch):  # which also sees to it that the batch has no chunk twice
+            states = batch.tree_cache.store.states
+            slots = [
+                RowStates() if linked(req) is None else self._slots(states, req, prefix_len)
+                for req, prefix_len in zip(batch.reqs, current.prefix_lens, strict=True)
+            ]
+            yield
+            rows = rows_of(current, slots)
+            for row in sorted(rows, key=lambda row: isinstance(row, TextRow)):
+                if isinstance(row, ChunkRow):
+                    self._compute_chunk(row, batch)
+                elif linked(batch.reqs[row.slot]) is not None:
+                    self._compute_text(row, batch.reqs[row.slot])
+
+    def _compute_chunk(self, row: ChunkRow, batch: Any) -> None:
+        (contents,) = [
+            req.contents[fill.row.ranges(part)[0][0] :]
+            for req in batch.reqs
+            if (fill := fill_of(req)) is not None
+            for part, slot in enumerate(fill.states)
+            if slot == row.slot
+        ]
+        start = len(self.path(row.slot)) if row.resumed else 0
+        self.write(row.slot, tuple(each[3] for each in contents[: start + row.num_tokens]))
+
+    def _compute_text(self, row: TextRow, req: Any) -> None:
+        path = self.of_requests[req] if row.resumed else ()
+        for i, part in enumerate(row.parts):
+            if isinstance(part, Text):
+                positions = range(len(path), len(path) + part.num_tokens)
+                path += tuple(req.contents[position][3][-1] for position in positions)
+            else:
+                path += self.path(part.slot)
+            if row.keeps is not None and i == 0:
+                self.write(row.keeps, path)
+        self.of_requests[req] = path
+        assert path == req.contents[len(path) - 1][3], "another state than that before the text"
 
 
 class Pools:
