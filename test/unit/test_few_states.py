@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_chunk_lists import listed
 from test_pins import pin
 
@@ -297,3 +298,43 @@ def test_nothing_hangs_or_is_lost(seed):
         assert states(loop).num_locked <= num_states
     loop.run(2000)
     assert lost(loop) == 0 and states(loop).num_locked == 0
+
+
+def test_the_head_of_the_queue_keeps_its_locks():
+    """An urgent prompt that fits but for one token, by SGLang's count, behind one that holds a chunk and does not run:
+    that one makes room, though it was admitted earlier."""
+    loop = Loop(30, num_states=4, scheduler={"prioritizes": True})
+    loop.warm(B)
+    waits = loop.submit([A, QUESTION], "waits", max_new_tokens=1, priority=0)
+    loop.step()
+    assert loop.log == [["\0fill-1"]], "it runs after its chunk"
+    urgent = loop.submit([B, (TEXT, (7,) * 12)], "urgent", max_new_tokens=9, priority=9)
+    loop.run()
+    assert [rid for (rid,) in loop.log[1:]] == ["urgent"] * 9 + ["waits"]
+    assert len(urgent.output_ids) == 9 and len(waits.output_ids) == 1
+
+
+@pytest.mark.parametrize(("max_pieces", "is_refused"), [(2, True), (3, False)])
+def test_chunks_that_may_become_text_are_counted_as_pieces(max_pieces, is_refused):
+    """Before a probe has chosen them; then nobody could be told."""
+    loop = Loop(num_states=4, max_pieces=max_pieces)
+    request = loop.submit([A, B, C, D, QUESTION], "p0", max_new_tokens=1, link="whole:ratio=0.5")
+    assert (request.to_finish is not None) == is_refused
+    if is_refused:
+        assert "3 pieces of text" in request.to_finish.message
+        return loop.abort(request)
+    loop.run()
+    assert len(request.output_ids) == 1
+
+
+def test_a_chunk_from_the_host_needs_its_own_state_alone():
+    """Not those of the chunks that it begins with, for which the device may have no room."""
+    loop = Loop(num_states=2, host_size=200)
+    for count in range(1, 4):
+        loop.warm((CHUNK, (*A[1], *B[1][:count])))
+    loop.tree_cache.evict(EvictParams(num_tokens=100))
+    last = loop.submit([(CHUNK, (*A[1], *B[1][:3])), QUESTION], "p0", max_new_tokens=1)
+    assert loop.states(last) == [ChunkState.HOST]
+    loop.run()
+    assert loop.log == [["p0"]]
+    assert lost(loop) == 0

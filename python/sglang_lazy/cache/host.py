@@ -150,10 +150,12 @@ class HostKV(Part):
         Evicts from the device only what is lacking, and nothing if that would not suffice; then returns False and
         changes nothing.
         """
+        nodes = list(nodes)
         to_load = self._only_on_host(nodes)
         if not to_load:
             return True
-        with_states = [] if self.states is None else self.states.copied(to_load)
+        # Of those above nobody reads the state, and it might be one too many.
+        with_states = [] if self.states is None else self.states.copied(node for node in to_load if node in nodes)
         if (state_slots := self._state_room(to_load, len(with_states))) is None:
             return False
         if (pieces := self._room_for(to_load)) is None:

@@ -125,15 +125,7 @@ class States(Part):
 
     def num_unlocked(self, nodes: Iterable[Node]) -> int:
         """How many free or evictable states it would take to lock `nodes` and load those on the host."""
-        needed = set[Node]()
-        for node in nodes:
-            if node in self._unlocked:
-                needed.add(node)
-            while node.slots is None:
-                if _on_host(node):
-                    needed.add(node)
-                node = node.parent
-        return len(needed)
+        return len({node for node in nodes if node.slots is None or node in self._unlocked})
 
     # Adding
 

@@ -262,24 +262,26 @@ class ChunkAdmission:
         self.producer.reconcile()
         self.store.deletions.sweep()
 
-    def revoke_newest(self) -> bool:
+    def revoke_newest(self, other_than: Request | None = None) -> bool:
         """Release the locks of the parent admitted last; it will be admitted again. False if there is none."""
         if not self.holders or self.keeps_locks:
             return False
-        self._release(self.holders[-1])
+        self._release(next(req for req in reversed(self.holders) if req is not other_than))
         return True
 
     def make_room(self) -> None:
         """Free memory for the head of the queue, which does not fit although nothing runs.
 
-        Another parent loses its locks. A pin ends if only pins and the head's own chunks are locked.
+        Another parent loses its locks, also one that was admitted before the head. A pin ends if only pins and the
+        head's own chunks are locked.
         """
         held = [state.chunks.nodes for state in map(as_linked, self.holders) if state.chunks is not None]
         num_own = sum(node is not None for nodes in held for node in nodes)
         if len(self.pins) and len(self.holders) < 2 and self.store.tree.num_locks == len(self.pins) + num_own:
             self.pins.give_up()
-        else:
-            self.revoke_newest()
+            return
+        head = stand_in(self.facts.waiting[0]) if self.facts.waiting else None
+        self.revoke_newest(other_than=head if len(self.holders) > 1 else None)
 
     def make_room_to_go_on(self, running: Sequence[Request]) -> None:
         """Free memory for the next step: SGLang aborts the last request of a batch that has no slot for another token,

@@ -194,10 +194,13 @@ class Arrival:
                 f"{len(lens)} chunks take up to {num_states} states, but {self.limits.num_states} fit into memory "
                 "(--lazy-state-share)",
             )
-        if len(prompt.spans) > self.limits.max_pieces:
+        num_pieces = len(prompt.spans)
+        if extra_text:  # every second chunk of those without text in between
+            num_pieces = max(num_pieces, (num_pieces + len(prompt.chunks) + 1) // 2)
+        if num_pieces > self.limits.max_pieces:
             raise Refusal(
                 "pool",
-                f"{len(prompt.spans)} pieces of text, but a pass takes {self.limits.max_pieces} (--lazy-state-share, "
+                f"{num_pieces} pieces of text, but a pass takes {self.limits.max_pieces} (--lazy-state-share, "
                 "with MLA also --max-running-requests)",
             )
         chunks, longest = sum(lens.values()), max(lens.values())
