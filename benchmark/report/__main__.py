@@ -30,7 +30,7 @@ from benchmark.report.routing import routing
 from benchmark.report.runs import runs
 from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
 from benchmark.report.speculation import acceptance
-from benchmark.report.tiers import backups, interference, loads, precomputing, transfers
+from benchmark.report.tiers import backups, copies, loads, precomputing
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -39,9 +39,9 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{
         kind.__name__: kind
-        for kind in (phases, loads, transfers, backups, eviction, routing, calls, memory, pieces, loaded)
+        for kind in (phases, loads, copies, backups, eviction, routing, calls, memory, pieces, loaded)
     },
-    **{kind.__name__: kind for kind in (metered, interference, traces, steps, precomputing, acceptance, recurrent)},
+    **{kind.__name__: kind for kind in (metered, traces, steps, precomputing, acceptance, recurrent)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

@@ -7,6 +7,7 @@ from benchmark.report.host_time import values
 from benchmark.report.serving import serving_rows
 
 WAYS = ("load", "back_up")
+BESIDE = ("prefill", "decoding")
 WHICH = ("mean", "p50", "p99")
 
 
@@ -30,36 +31,24 @@ def loads(sources: list[Path]) -> str:
     return table(["chunk", "on the device", *titles], body)
 
 
-def transfers(sources: list[Path]) -> str:
-    """GB/s between host and device."""
-    rows = [row for source in sources for row in lines(source) if "copy" in row and "beside" not in row]
-    plain = {row["copy"]: row for row in rows if "block_quota" not in row}
-    body = [["one plain copy", "consecutive", *(number(plain[f"plain {way}"]["gb_per_s"]) for way in WAYS)]]
-    for quota in sorted({row["block_quota"] for row in rows if "block_quota" in row}):
-        for scattered in (False, True):
-            of = {
-                row["copy"]: row for row in rows if (row.get("block_quota"), row.get("scattered")) == (quota, scattered)
-            }
-            slots = "scattered" if scattered else "consecutive"
-            body.append([_kernel(quota), slots, *(number(of[way]["gb_per_s"]) for way in WAYS)])
-    return table(["copy", "slots", "to the device", "to the host"], body)
-
-
-def interference(sources: list[Path]) -> str:
-    """Milliseconds that passes lose per GB copied concurrently."""
-    rows = [row for source in sources for row in lines(source) if "beside" in row]
-    of = {(row.get("block_quota"), row["copy"].split()[-1], row["beside"]): row["ms_per_gb"] for row in rows}
-    columns = [(way, name) for way in WAYS for name in dict.fromkeys(row["beside"] for row in rows)]
-    quotas = dict.fromkeys(row.get("block_quota") for row in rows)
-    body = [
-        [
-            _kernel(quota) if quota else "one plain copy",
-            *(number(of[(quota, *column)]) for column in columns),
-        ]
-        for quota in quotas
-    ]
-    directions = dict(zip(WAYS, ("to the device", "to the host"), strict=True))
-    return table(["copy", *(f"{directions[way]}: {name}" for way, name in columns)], body)
+def copies(sources: list[Path]) -> str:
+    """Ways to copy between host and device: GB/s, milliseconds that passes lose per GB copied concurrently, and how
+    long a small copy to the host waits meanwhile."""
+    rows = [row for source in sources for row in lines(source) if "copy" in row]
+    of: dict[tuple, dict] = {}
+    for row in rows:
+        what = row.get("beside", "small" if "small_copies" in row else "alone")
+        of[row["by"], row["copy"], what] = row
+    body = []
+    for by in dict.fromkeys(row["by"] for row in rows):
+        cells = [by]
+        for copy in WAYS:
+            cells.append(number(of[by, copy, "alone"]["gb_per_s"]))
+            cells += [number(of[by, copy, name]["ms_per_gb"]) for name in BESIDE]
+        wait = of[by, "back_up", "small"]["small_copies"]
+        body.append([*cells, f"{number(wait['median_ms'])} ({number(wait['max_ms'])})"])
+    titles = [f"{direction}: {title}" for direction in ("to the device", "to the host") for title in ("GB/s", *BESIDE)]
+    return table(["copy", *titles, "wait"], body)
 
 
 def precomputing(sources: list[Path]) -> str:
@@ -72,7 +61,3 @@ def precomputing(sources: list[Path]) -> str:
         ours, stock = speed[n, "precompute"], speed[n, "stock"]
         body.append([str(n), number(ours), number(stock), number(ours / stock)])
     return table(["round", "precompute", "prefill", "ratio"], body)
-
-
-def _kernel(quota: int) -> str:
-    return f"kernel, {quota} block{'s' * (quota > 1)}"

@@ -11,7 +11,7 @@ from benchmark.report.host_time import STEPS, references, steps
 from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.policies import policies, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
-from benchmark.report.tiers import interference, precomputing, transfers
+from benchmark.report.tiers import copies, precomputing
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -200,37 +200,25 @@ def test_phases(tmp_path):
     ]
 
 
-def test_transfers(tmp_path):
-    rows = [{"gpu": "x"}, {"copy": "plain load", "gb_per_s": 55}, {"copy": "plain back_up", "gb_per_s": 54}]
-    rows += [
-        {"copy": copy, "block_quota": 4, "scattered": scattered, "gb_per_s": speed}
-        for copy, scattered, speed in (
-            ("load", False, 51),
-            ("back_up", False, 50),
-            ("load", True, 49),
-            ("back_up", True, 48),
-        )
-    ]
-    rows += [
-        {**copy, "beside": name, "ms_per_gb": cost, "gb_per_s": 40}
-        for copy, costs in (
-            ({"copy": "plain load"}, (0, 0.5)),
-            ({"copy": "plain back_up"}, (0.3, 0.25)),
-            ({"copy": "load", "block_quota": 4}, (4, 1.5)),
-            ({"copy": "back_up", "block_quota": 4}, (11, 8)),
-        )
-        for name, cost in zip(("prefill", "decoding"), costs, strict=True)
-    ]
-    file = tmp_path / "transfers.jsonl"
+def test_copies(tmp_path):
+    rows = [{"gpu": "x"}]
+    for by, speeds, costs, wait in (
+        ("plain", (55, 54), ((0, 0.5), (0.3, 0.25)), (24, 25)),
+        ("engine", (53, 51), ((4, 1.5), (11, 8)), (0.06, 0.33)),
+    ):
+        for copy, speed, lost in zip(("load", "back_up"), speeds, costs, strict=True):
+            rows.append({"copy": copy, "by": by, "gb_per_s": speed, "call_ms": 1})
+            rows += [
+                {"copy": copy, "by": by, "beside": name, "ms_per_gb": cost, "gb_per_s": 40}
+                for name, cost in zip(("prefill", "decoding"), lost, strict=True)
+            ]
+        small = {"count": 20, "median_ms": wait[0], "max_ms": wait[1]}
+        rows.append({"copy": "back_up", "by": by, "small_copies": small})
+    file = tmp_path / "copies.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cells(transfers([file])) == [
-        ["one plain copy", "consecutive", "55.0", "54.0"],
-        ["kernel, 4 blocks", "consecutive", "51.0", "50.0"],
-        ["kernel, 4 blocks", "scattered", "49.0", "48.0"],
-    ]
-    assert cells(interference([file])) == [
-        ["one plain copy", "0.00", "0.50", "0.30", "0.25"],
-        ["kernel, 4 blocks", "4.00", "1.50", "11.0", "8.00"],
+    assert cells(copies([file])) == [
+        ["plain", "55.0", "0.00", "0.50", "54.0", "0.30", "0.25", "24.0 (25.0)"],
+        ["engine", "53.0", "4.00", "1.50", "51.0", "11.0", "8.00", "0.06 (0.33)"],
     ]
 
 
