@@ -547,6 +547,20 @@ def test_recurrent_layers_take_whole_chunks():
     assert "whole prompt" in refusal(get_policy("whole"), ServerTraits(whole_layers=False))
 
 
+def test_what_a_configuration_tells_policies():
+    """So a default policy that a model could never serve is refused before its weights are loaded."""
+    delta = Config(hf_config=Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), is_draft_model=False)
+    latents = kimi().model_config
+    latents.is_draft_model = False
+    assert compat.known_traits(runner().model_config) == ServerTraits()
+    assert compat.known_traits(delta) == ServerTraits(recurrent=True)
+    assert compat.known_traits(lfm2_config()) == ServerTraits(recurrent=True, preambles=False)
+    assert compat.known_traits(latents) == ServerTraits(recurrent=True, latents=True)
+    comb = transformers.LlamaConfig(architectures=["CombLlamaForConditionalGeneration"], cross_attention_layers=[1])
+    encoded = Config(hf_config=comb, is_draft_model=False, linear_attn_registry_result=None)
+    assert compat.known_traits(encoded) == ServerTraits(cross_attention=True)
+
+
 def test_scales_that_the_stock_backend_does_not_apply():
     """SGLang's own attention fills chunks; it must store keys as the link path reads them."""
     native = backends(None, "torch_native", "torch_native")

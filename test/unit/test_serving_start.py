@@ -15,6 +15,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy import launch_server, policies
 from sglang_lazy.core.config import LazyConfig, pop_keywords
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
@@ -116,11 +117,14 @@ def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(flag_checks, "unfit_states", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "model_config_of", lambda args: None)
     monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: ["a model"])
+    monkeypatch.setattr(flag_checks, "known_traits", lambda config: ServerTraits(recurrent=True))
     args = SimpleNamespace(
         device="cpu", grammar_backend="llguidance", radix_cache_backend="lazy", resolve_once=lambda: None
     )
     with pytest.raises(Unfit, match="a flag\n.*a model\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         flag_checks.check_start(LazyConfig(kernels="cuda"), args)
+    with pytest.raises(Unfit, match="a model\n.*--lazy-default-link query:ratio=0.1: .* has recurrent layers"):
+        flag_checks.check_start(LazyConfig(default_link="query:ratio=0.1"), args)
     flag_checks.check_start(LazyConfig(kernels="cuda", fallback=True), args)
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
     with pytest.raises(Unfit, match="a model"):
@@ -154,6 +158,7 @@ def no_start(monkeypatch):
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
     monkeypatch.setattr(flag_checks, "unfit_states", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: [])
+    monkeypatch.setattr(flag_checks, "known_traits", lambda config: ServerTraits())
     return args
 
 

@@ -10,10 +10,11 @@ from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.policy import refusal
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import unfit_config, unfit_flags
+from sglang_lazy.port.model.compat import known_traits, unfit_config, unfit_flags
 from sglang_lazy.port.model.recurrent import unfit_states
 from sglang_lazy.serving.keys import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
@@ -51,6 +52,8 @@ def check_start(config: LazyConfig, args: ServerArgs, in_process: bool = False) 
         return
     model_config = model_config_of(args)
     model = unfit_states(args, model_config) + unfit_config(model_config, untested=config.untested_model)
+    if refused := refusal(get_policy(config.default_link), known_traits(model_config)):
+        model.append(f"--lazy-default-link {config.default_link}: {refused}")
     kernels = jit.missing(torch.device(flags.device)) if config.kernels == "cuda" else None
     if reasons := unfit_flags(args) + model + ([f"--lazy-kernels cuda: {kernels}"] if kernels else []):
         raise Unfit(reasons)

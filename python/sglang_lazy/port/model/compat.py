@@ -15,11 +15,24 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy.validation import FP8
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.supported import ATTENTION_BACKENDS, DRAFTING, MAX_DRAFTS, STORAGE_BACKENDS, TESTED
 from sglang_lazy.port.comb.pool import num_cross_layers
 from sglang_lazy.port.facts import attention_backends, flags_of
 from sglang_lazy.port.model.layers import INV_FREQ, attention_layers, attention_modules
 from sglang_lazy.port.model.recurrent import Recurrence, has_latents
+
+
+def known_traits(config: ModelConfig) -> ServerTraits:
+    """What policies depend on, as far as a model's configuration tells it; the rest has its defaults."""
+    recurrence = Recurrence.of(config)
+    states = recurrence if recurrence is not None and recurrence.keeps_states else None
+    return ServerTraits(
+        cross_attention=num_cross_layers(config) > 0,
+        recurrent=states is not None,
+        latents=has_latents(config),
+        preambles=states is None or states.transition is not None,  # short convolutions do not show their inputs
+    )
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:

@@ -31,7 +31,7 @@ from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layer
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
-from sglang_lazy.port.model.compat import architecture, unfit_flags, unfit_model
+from sglang_lazy.port.model.compat import architecture, known_traits, unfit_flags, unfit_model
 from sglang_lazy.port.model.latents import LatentAttention
 from sglang_lazy.port.model.layers import attention_layers, check_layers, describe_layers, window_of
 from sglang_lazy.port.model.recurrent import RecurrentLayers, has_latents, state_layout, unfit_states
@@ -145,7 +145,7 @@ def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer], hybrid: bo
 def server_traits(runner: Any) -> ServerTraits:
     """The properties of a `ModelRunner`'s server that policies and admission depend on."""
     layout = state_layout(runner.model_config)
-    return ServerTraits(
+    return known_traits(runner.model_config)._replace(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
         # In a batch that mixes prefill and decode, the pass would end for both; drafts need what the whole pass gives.
         partial_pass=runner.model_config.num_hidden_layers > 1
@@ -153,12 +153,8 @@ def server_traits(runner: Any) -> ServerTraits:
         and runner.spec_algorithm.is_none(),
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
-        cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
-        recurrent=layout is not None,
-        latents=has_latents(runner.model_config),
         min_chunk=0 if layout is None else layout.min_chunk,
-        preambles=layout is None or layout.ssm is not None,  # short convolutions do not show their inputs
     )
 
 
