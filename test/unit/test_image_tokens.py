@@ -12,7 +12,7 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.port.facts import SchedulerFacts
 from sglang_lazy.port.serving.requests import keeping_tokens, name_apart
 from sglang_lazy.scheduler.arrival import images_of
-from sglang_lazy.serving.images import expand, image_ranges
+from sglang_lazy.serving.images import check_places, expand, image_ranges
 from sglang_lazy.serving.plans import Plan
 from sglang_lazy.serving.tokenization import TokenizedPrompt
 
@@ -35,6 +35,18 @@ def test_each_image_expands_to_its_tokens():
 def test_chunks_hold_no_images(token):
     with pytest.raises(ValueError, match="chunk at position 1 .* only in text"):
         image_ranges(TokenizedPrompt([1, 2, token, 3], ((1, 3),)), IMAGE, [VIDEO])
+
+
+def test_each_image_has_a_place():
+    """Behind the token that begins an image: at the very start there is none, whatever the prompt ends with."""
+    begins, prompt = 49, TokenizedPrompt([49, IMAGE, 2, 3, 49, IMAGE, 49], ((2, 4),))
+    check_places(prompt, [(1, 2), (5, 6)], 2, begins)
+    for num_images in (1, 3):
+        with pytest.raises(ValueError, match=f"places for 2 images, but {num_images} are given"):
+            check_places(prompt, [(1, 2), (5, 6)], num_images, begins)
+    for place in ((0, 1), (3, 4)):
+        with pytest.raises(ValueError, match="an image must follow"):
+            check_places(prompt, [(1, 2), place], 2, begins)
 
 
 def test_text_models_refuse_images():

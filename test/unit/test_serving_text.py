@@ -126,8 +126,8 @@ def test_an_engine_finds_separators_in_its_prompts(monkeypatch):
     assert made("Read: ##the sea##Who?", params, link="epic", cache_salt="s") == expected
     assert made(prompt="Read: ##the sea##Who?", sampling_params=params, link="epic", cache_salt="s") == expected
     assert len(made(["Read: ##the sea##Who?", "Who?"], params)[1]["input_ids"]) == 2
-    plain = made("Who?", params, stream=True, cache_salt="s")
-    assert plain == (("Who?", params), {"stream": True, "cache_salt": "s"})
+    plain = made("Of which type?", params, stream=True, cache_salt="s")  # a word that a segment has for a key
+    assert plain == (("Of which type?", params), {"stream": True, "cache_salt": "s"})
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class SumsByTenant:
         for whose in (tenant, _EVERYBODY):
             self._sums.setdefault(whose, Sums()).add(numbers, now)
             self._sums.move_to_end(whose)
-        if len(self._sums) > MAX_TENANTS:
+        if len(self._sums) > MAX_TENANTS + 1:  # everybody's
             self._sums.popitem(last=False)
 
     def rows(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
