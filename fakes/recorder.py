@@ -13,7 +13,7 @@ from fakes import invariants, streams, windows
 from fakes.attention import attend
 from fakes.late_copies import LateCopier
 from fakes.pools import Pools
-from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
+from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of, without_states
 from fakes.slots import HybridSlots, Slots
 from fakes.tiers import HostSlots, RecordingCopier, RecordingObjects
 from sglang_lazy.attention.table import table_of
@@ -94,7 +94,10 @@ class RecordingPools(Pools):
             return
         if state is not None and state.probe is not None:
             req.layout, req.future = state.probe.parent.layout, state.probe.parent.future
-        elif not (req.layout.chunks and get_policy(req.layout.link).probes):
+        elif not (req.layout.chunks and (policy := get_policy(req.layout.link)).probes):
+            if req.layout.chunks and self.cache.store.states is not None:
+                kept = policy.kept(req.layout, req.origin_input_ids)
+                req.contents = contents_of(req, without_states(req, kept))
             return
         recomputes = state is not None and state.recomputes
         req.contents = contents_of(req, kept_in(None if recomputes else state, req.layout))

@@ -17,6 +17,8 @@ ADAPTERS = ("x", "y")
 """Ids of LoRA adapters. No `extra_key` here ends in one: for plain text, such an ending names the adapter."""
 VOCAB_SIZE = 16
 NEUTRAL_PREAMBLE = (14, 13)
+MIN_CHUNK = 2
+"""How long a chunk must be for recurrent layers to use it."""
 
 
 def new_request(
@@ -86,6 +88,12 @@ def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
             path += (token,)
             contents.append(("text", place, salt, path))
     return contents
+
+
+def without_states(req: Req, kept: Sequence[Ranges]) -> list[Ranges]:
+    """`kept`, of a model with recurrent layers: chunks that are too short are text, and one at the prompt's end."""
+    fit = [end - start >= MIN_CHUNK and end < len(req.origin_input_ids) for start, end in req.layout.chunks]
+    return [ranges if fits else () for ranges, fits in zip(kept, fit, strict=True)]
 
 
 def contents_of_fill(fill: Fill, lora_id: str | None) -> list[tuple]:

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.pools import Pools
-from fakes.requests import NEUTRAL_PREAMBLE
+from fakes.requests import MIN_CHUNK, NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.hooks import Hook
@@ -106,7 +106,9 @@ class Scheduler(_Stock):
         self.tree_cache.admission = self.admission = hooks.new_admission(
             self,
             max_chunks,
-            ServerTraits(cross_attention=cross_attention, recurrent=pools.cache.store.states is not None, min_chunk=2),
+            ServerTraits(
+                cross_attention=cross_attention, recurrent=pools.cache.store.states is not None, min_chunk=MIN_CHUNK
+            ),
             array("q", NEUTRAL_PREAMBLE),
             encode=pools.encode if cross_attention else None,
         )
