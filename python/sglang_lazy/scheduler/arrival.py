@@ -146,7 +146,8 @@ class Arrival:
         if not prompt.chunks:
             self.store.count_use(prompt, (), unused)
             return None
-        self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
+        self._check_states_fit(prompt, undecided=extra_text > 0)
+        self.facts.limit_answer(req, self._fitting_answer(req, prompt, policy.num_own_slots(prompt), extra_text))
         return self._found(prompt, policy, layout.ahead)
 
     def _cross(self, req: Request, layout: PromptLayout, policy: Policy) -> LinkedRequest:
@@ -180,22 +181,21 @@ class Arrival:
         recurrent = self.limits.traits.recurrent
         return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead, recurrent=recurrent)
 
-    def _check_fits(self, req: Request, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
-        """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
-        each chunk into the model's positions. Cuts the answer to what fits with them, as SGLang does without chunks.
+    def _check_states_fit(self, prompt: LinkedPrompt, undecided: bool) -> None:
+        """Raise Refusal unless recurrent layers have room for the states of the prompt's chunks, and for its pieces.
+
+        undecided: whether chunks may become text later.
         """
-        preamble_len, most_new = len(prompt.chunks[0].preamble), self.facts.max_new_tokens(req)
-        text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
-        lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
-        num_states = sum(key.most_states for key in lens)
+        keys = {chunk.key for chunk in prompt.chunks}
+        num_states = sum(key.most_states for key in keys)
         if num_states > self.limits.num_states:
             raise Refusal(
                 "pool",
-                f"{len(lens)} chunks take up to {num_states} states, but {self.limits.num_states} fit into memory "
+                f"{len(keys)} chunks take up to {num_states} states, but {self.limits.num_states} fit into memory "
                 "(--lazy-state-share)",
             )
         num_pieces = len(prompt.spans)
-        if extra_text:  # every second chunk of those without text in between
+        if undecided:  # every second chunk of those without text in between
             num_pieces = max(num_pieces, (num_pieces + len(prompt.chunks) + 1) // 2)
         if num_pieces > self.limits.max_pieces:
             raise Refusal(
@@ -203,6 +203,17 @@ class Arrival:
                 f"{num_pieces} pieces of text, but a pass takes {self.limits.max_pieces} (--lazy-state-share, "
                 "with MLA also --max-running-requests)",
             )
+
+    def _fitting_answer(self, req: Request, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> int:
+        """The most tokens of the answer: those that the request asks for, cut to what fits into the pool with its
+        prompt, as SGLang does without chunks.
+
+        Raises Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
+        each chunk into the model's positions.
+        """
+        preamble_len, most_new = len(prompt.chunks[0].preamble), self.facts.max_new_tokens(req)
+        text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
+        lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
         chunks, longest = sum(lens.values()), max(lens.values())
         # SGLang counts one more, and leaves one
         room = self.limits.pool_size - chunks - text - self.facts.num_ahead - 2
@@ -213,7 +224,6 @@ class Arrival:
                 f"together into the KV pool of {self.limits.pool_size} tokens",
             )
         most_new = min(most_new, room)
-        self.facts.limit_answer(req, most_new)
         if self.limits.windows is not None:
             self._check_windows_fit(prompt, self.limits.windows, most_new, spread_out=extra_text > 0)
         if preamble_len + longest > self.limits.context_len:
@@ -222,6 +232,7 @@ class Arrival:
                 f"a chunk of {longest} tokens after a preamble of {preamble_len} exceeds the model's "
                 f"{self.limits.context_len} positions",
             )
+        return most_new
 
     def _check_windows_fit(
         self, prompt: LinkedPrompt, windows: WindowMemory, max_new_tokens: int, spread_out: bool
