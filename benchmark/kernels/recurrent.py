@@ -91,10 +91,9 @@ class Layers:
         begin_rows(pieces, self.chunks, [self.last], self.requests, self.link_states)
 
     def linked(self, pieces: Pieces, layer: int) -> None:
-        assert self.chunks.h is not None and self.chunks.p is not None
         states = LayerStates(
-            pieces, self.last[layer], self.requests[layer], self.chunks.conv[0][layer], self.chunks.h[layer],
-            self.chunks.p[layer], self.link_states,
+            pieces, self.last[layer], self.requests[layer], self.chunks.conv[0][layer], self.chunks.effects[layer],
+            self.link_states,
         )  # fmt: skip
         parts = states.convolve(
             lambda last: self.parts(pieces, last, pieces.indices, pieces.known), self.inputs[: sum(pieces.lens)]

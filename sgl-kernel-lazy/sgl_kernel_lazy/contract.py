@@ -8,6 +8,7 @@ import torch
 
 from sgl_kernel_lazy.layer import Layer
 from sgl_kernel_lazy.rows import ExtendRows, Rows
+from sgl_kernel_lazy.states import StateRows
 from sgl_kernel_lazy.validation import check_indptr, refuse
 
 
@@ -66,19 +67,12 @@ def check_copied_slots(
         raise ValueError(f"source: expected slots that are not in target, too, got {moved[both][0]}")
 
 
-def check_parts(
-    initial_slots: torch.Tensor,
-    part_indptr: torch.Tensor,
-    parts: torch.Tensor,
-    num_states: int,
-    num_chunks: int,
-    num_pieces: int,
-    only_last: bool,
-) -> None:
+def check_parts(rows: StateRows, num_states: int, num_chunks: int, num_pieces: int, *, only_last: bool) -> None:
     """Check that slots, chunks and pieces are in range, and that no piece is listed twice.
 
-    only_last: whether a piece may only be the last part of its row. Arguments and errors: `link_states`.
+    only_last: whether a piece may only be the last part of its row. Errors: `link_states`.
     """
+    initial_slots, part_indptr, parts = rows.initial_slots, rows.part_indptr, rows.parts
     check_indptr("part_indptr", part_indptr, len(parts))
     if (place := _first_outside(initial_slots + 1, num_states + 1)) is not None:
         raise ValueError(f"initial_slots: expected -1 to {num_states - 1}, got {initial_slots[place]} at {place}")
@@ -92,7 +86,7 @@ def check_parts(
     places = (used < 0).nonzero()[:, 0] + begin
     if only_last and (inside := places[~torch.isin(places, part_indptr[1:] - 1)]).numel():
         raise ValueError(
-            f"parts: without piece_states, expected pieces at the ends of rows only, got one at {inside[0]}"
+            f"parts: without effects of pieces, expected these at the ends of rows only, got one at {inside[0]}"
         )
 
 

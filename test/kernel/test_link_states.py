@@ -9,6 +9,7 @@ from cases import DTYPES
 from ragged import DEVICE, NAN
 
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.states import Effects, StateRows
 
 all_names = pytest.mark.parametrize("name", ["torch", "triton"])
 HEADS = 2
@@ -124,6 +125,14 @@ def make_batch(kind, dtype, v, k, seed=0):
     return Batch(arguments, before, last)
 
 
+def link(name, *, before, last, initial_states, **given):
+    """Run the op on these tensors."""
+    rows = StateRows(*(given[field.name] for field in dataclasses.fields(StateRows)))
+    pieces = None if given["piece_states"] is None else Effects(given["piece_transitions"], given["piece_states"])
+    chunks = Effects(given["chunk_transitions"], given["chunk_states"])
+    get_implementation(name).link_states(before, last, initial_states, rows, chunks, pieces)
+
+
 def error(actual, expected):
     """The largest difference, relative to the largest element. What is NaN must be so in both."""
     actual = actual.cpu().double()
@@ -141,7 +150,7 @@ all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_states_are_those_of_the_recurrence(name, shape, dtype):
     """Chunks kept in any dtype cost the rounding of T and H; nothing else is written."""
     batch = make_batch(shape[0], dtype, *shape[1:])
-    get_implementation(name).link_states(**batch.arguments)
+    link(name, **batch.arguments)
     bound = 4 * torch.finfo(dtype).eps + ARITHMETIC
     assert error(batch.arguments["before"], batch.before) <= bound
     assert error(batch.arguments["last"], batch.last) <= bound
@@ -152,11 +161,11 @@ def test_these_models_remember(shape):
     """Without T the states would be far off, so the tests above see it; transposed, too."""
     batch = make_batch(shape[0], torch.float32, *shape[1:])
     wrong = {"chunk_transitions": torch.zeros_like(batch.arguments["chunk_transitions"])}
-    get_implementation("torch").link_states(**batch.arguments | wrong)
+    link("torch", **batch.arguments | wrong)
     assert error(batch.arguments["last"], batch.last) > 0.1
     if shape[0] == "delta":
         wrong = {"chunk_transitions": batch.arguments["chunk_transitions"].mT.contiguous()}
-        get_implementation("torch").link_states(**batch.arguments | wrong)
+        link("torch", **batch.arguments | wrong)
         assert error(batch.arguments["last"], batch.last) > 0.1
 
 
@@ -178,11 +187,11 @@ def test_one_piece_behind_the_chunks_needs_no_transition(name, shape):
     """The state before a row's only piece does not depend on the piece."""
     batch = make_batch(shape[0], torch.float32, *shape[1:])
     arguments = without_pieces(batch)
-    get_implementation(name).link_states(**arguments)
+    link(name, **arguments)
     full = make_batch(shape[0], torch.float32, *shape[1:]).arguments | {
         key: arguments[key] for key in ("parts", "part_indptr")
     }
-    get_implementation("torch").link_states(**full)
+    link("torch", **full)
     assert error(arguments["before"], full["before"].cpu().double()) <= ARITHMETIC
     # and in the row that has no other pieces, it is the recurrence's
     row = batch.arguments["parts"].tolist()[batch.arguments["part_indptr"][1] : batch.arguments["part_indptr"][2]]
@@ -202,8 +211,8 @@ def test_states_may_be_written_where_rows_begin(name, shape):
     arguments["parts"] = torch.tensor([a, b, ~2, c, ~3, d, ~0], device=DEVICE)
     saved = arguments["initial_states"]
     expected = saved.clone()
-    get_implementation("torch").link_states(**arguments | dict(before=expected, initial_states=saved.clone()))
-    get_implementation(name).link_states(**arguments | dict(before=saved))
+    link("torch", **arguments | dict(before=expected, initial_states=saved.clone()))
+    link(name, **arguments | dict(before=saved))
     assert torch.equal(saved[1], expected[1])
     assert error(saved, expected.cpu().double()) <= ARITHMETIC
 
@@ -211,8 +220,8 @@ def test_states_may_be_written_where_rows_begin(name, shape):
 @all_names
 def test_the_same_call_gives_the_same_bits(name):
     first, second = (make_batch("delta", torch.float32, 32, 32).arguments for _ in range(2))
-    get_implementation(name).link_states(**first)
-    get_implementation(name).link_states(**second)
+    link(name, **first)
+    link(name, **second)
     assert torch.equal(first["last"], second["last"])
 
 
@@ -221,21 +230,22 @@ def test_no_rows(name):
     arguments = make_batch("delta", torch.float32, 32, 32).arguments
     arguments |= {key: arguments[key][:0] for key in ("last", "initial_slots", "parts")}
     arguments["part_indptr"] = arguments["part_indptr"][:1]
-    get_implementation(name).link_states(**arguments)
+    link(name, **arguments)
     assert arguments["before"].isnan().all()
 
 
+# By argument, what is wrong with it, and what is named.
 MISTAKES = {
-    "before": lambda t: t.long(),
-    "last": lambda t: t[1:],
-    "initial_states": lambda t: t[..., :-1],
-    "initial_slots": lambda t: t.float(),
-    "part_indptr": lambda t: t[:-1],
-    "parts": lambda t: t[None],
-    "chunk_transitions": lambda t: t[:-1],
-    "chunk_states": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    "piece_transitions": lambda t: t.to("meta"),
-    "piece_states": lambda t: t[:, :1],
+    "before": (lambda t: t.long(), "before"),
+    "last": (lambda t: t[1:], "last"),
+    "initial_states": (lambda t: t[..., :-1], "initial_states"),
+    "initial_slots": (lambda t: t.float(), "initial_slots"),
+    "part_indptr": (lambda t: t[:-1], "part_indptr"),
+    "parts": (lambda t: t[None], "parts"),
+    "chunk_transitions": (lambda t: t[:-1], "transitions"),
+    "chunk_states": (lambda t: t.transpose(2, 3).contiguous().transpose(2, 3), "states"),
+    "piece_transitions": (lambda t: t.to("meta"), "transitions"),
+    "piece_states": (lambda t: t[:, :1], "transitions"),
 }
 
 
@@ -243,25 +253,35 @@ MISTAKES = {
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_wrong_tensor_is_named(name, argument):
     arguments = make_batch("delta", torch.float32, 32, 32).arguments
-    arguments[argument] = MISTAKES[argument](arguments[argument])
-    with pytest.raises(ValueError, match=f"^{argument}: expected "):
-        get_implementation(name).link_states(**arguments)
+    change, named = MISTAKES[argument]
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises(ValueError, match=f"^{named}: expected "):
+        link(name, **arguments)
 
 
 @all_names
 def test_arguments_that_do_not_go_together(name):
-    link_states = get_implementation(name).link_states
     arguments = make_batch("delta", torch.float32, 32, 32).arguments
-    with pytest.raises(ValueError, match="^piece_transitions, piece_states: expected both or none, got one"):
-        link_states(**arguments | dict(piece_states=None))
-    with pytest.raises(ValueError, match="^last: expected None without piece_states"):
-        link_states(**arguments | dict(piece_states=None, piece_transitions=None))
+    with pytest.raises(ValueError, match="^last: expected None without pieces"):
+        link(name, **arguments | dict(piece_states=None, piece_transitions=None))
+    with pytest.raises(ValueError, match="^pieces.transitions: expected matrices as of chunks"):
+        link(name, **arguments | dict(piece_transitions=arguments["piece_transitions"][:, :, 0, 0].contiguous()))
+    few = {each: arguments[each][1:] for each in ("piece_states", "piece_transitions")}
+    with pytest.raises(ValueError, match=r"^pieces.states: expected shape \[9, 2, 32, 32\]"):
+        link(name, **arguments | few)
+    narrow = {each: arguments[each][:, :1] for each in ("chunk_states", "chunk_transitions")}
+    with pytest.raises(ValueError, match="^chunks.states: expected shape "):
+        link(name, **arguments | narrow)
+
+
+def test_effects_that_no_kernel_takes():
     wide = make_batch("delta", torch.float32, 16, 136).arguments
-    with pytest.raises(ValueError, match="^chunk_transitions: expected matrices of up to 128 columns, got 136"):
-        link_states(**wide)
+    with pytest.raises(ValueError, match="^transitions: expected matrices of up to 128 columns, got 136"):
+        Effects(wide["chunk_transitions"], wide["chunk_states"])
+    arguments = make_batch("delta", torch.float32, 32, 32).arguments
     gaps = arguments["chunk_states"].repeat_interleave(2, 2)[:, :, ::2]
-    with pytest.raises(ValueError, match="^chunk_states: expected contiguous matrices, got strides "):
-        link_states(**arguments | dict(chunk_states=gaps))
+    with pytest.raises(ValueError, match="^states: expected contiguous matrices, got strides "):
+        Effects(arguments["chunk_transitions"], gaps)
 
 
 BROKEN_RULES = {
@@ -270,7 +290,7 @@ BROKEN_RULES = {
     r"parts: expected -9 to 6, got -10 at \d+": dict(parts=lambda t: torch.where(t == t.min(), -10, t)),
     "parts: expected each piece once, got one twice": dict(parts=lambda t: torch.where(t < 0, -1, t)),
     "part_indptr: expected to ascend": dict(part_indptr=lambda t: t.flip(0)),
-    r"parts: without piece_states, expected pieces at the ends of rows only, got one at 0": dict(
+    r"parts: without effects of pieces, expected these at the ends of rows only, got one at 0": dict(
         last=lambda t: None, piece_transitions=lambda t: None, piece_states=lambda t: None
     ),
 }
@@ -282,4 +302,4 @@ def test_the_reference_checks_the_rules_for_parts(reason):
     for argument, change in BROKEN_RULES[reason].items():
         arguments[argument] = change(arguments[argument])
     with pytest.raises(ValueError, match=f"^{reason}"):
-        get_implementation("torch").link_states(**arguments)
+        link("torch", **arguments)

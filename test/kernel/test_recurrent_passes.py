@@ -15,6 +15,7 @@ from fakes import recurrent_layers
 from fakes.recurrent_batches import NUM_SLOTS, Batch
 from oracle.recurrence import Recurrence, Shape, States
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.states import Effects
 from sglang_lazy.recurrent.delta_rule import DeltaRule
 from sglang_lazy.recurrent.mamba2 import Mamba2, blocks, log_decays
 from sglang_lazy.recurrent.passes import LayerStates
@@ -109,8 +110,8 @@ class Run:
     def run(self):
         inputs = self.of_tokens(self.layer.inputs, self.setting.dtype)
         states = LayerStates(
-            self.pieces, self.requests.inputs, self.requests.states, self.chunks.inputs, self.chunks.states,
-            self.chunks.transitions, self.link_states,
+            self.pieces, self.requests.inputs, self.requests.states, self.chunks.inputs,
+            Effects(self.chunks.transitions, self.chunks.states), self.link_states,
         )  # fmt: skip
         convolved = states.convolve(lambda last: self.convolution(inputs, last), inputs)
         parts = [each.contiguous() for each in convolved.split(self.shape.dims, 1)]

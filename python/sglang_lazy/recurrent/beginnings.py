@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from sgl_kernel_lazy.states import Effects, StateRows
 from sglang_lazy.recurrent.passes import LinkStates
-from sglang_lazy.recurrent.pieces import LinkRows, Pieces
+from sglang_lazy.recurrent.pieces import Pieces
 from sglang_lazy.recurrent.pool import StatePool
 
 
@@ -35,20 +36,20 @@ def begin_rows(
     assert pieces.early is not None
     rows = of_all_layers(pieces.early, slots, len(states), states.shape[1], pool.size + 1)
     requests, h, p = (each.view(-1, *each.shape[2:]) for each in (states, pool.h, pool.p))
-    link_states(requests, None, requests, *rows, p, h)
+    link_states(requests, None, requests, rows, Effects(p, h))
 
 
 def of_all_layers(
-    rows: LinkRows, slots: torch.Tensor, num_layers: int, request_slots: int, chunk_slots: int
-) -> LinkRows:
+    rows: StateRows, slots: torch.Tensor, num_layers: int, request_slots: int, chunk_slots: int
+) -> StateRows:
     """The rows of one layer after those of another, as slots of layers follow each other.
 
     slots: of each row's request, which its piece gets, too.  request_slots, chunk_slots: how many a layer has.
     """
     layers = torch.arange(num_layers, dtype=torch.int32, device=slots.device)[:, None]
-    initial, indptr, parts = rows
+    initial, indptr, parts = rows.initial_slots, rows.part_indptr, rows.parts
     own = ~(slots.int()[(~parts).clamp(min=0)] + layers * request_slots)
-    return LinkRows(
+    return StateRows(
         torch.where(initial < 0, initial, initial + layers * request_slots).flatten(),
         torch.cat([indptr[:1], (indptr[1:] + layers * len(parts)).flatten()]),
         torch.where(parts < 0, own, parts + layers * chunk_slots).flatten(),

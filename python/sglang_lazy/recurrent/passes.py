@@ -5,7 +5,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_lazy.recurrent.pieces import LinkRows, Pieces
+from sgl_kernel_lazy.states import Effects, StateRows
+from sglang_lazy.recurrent.pieces import Pieces
 
 LinkStates = Callable[..., None]
 """See `sgl_kernel_lazy.torch_impl.link_states`."""
@@ -35,15 +36,14 @@ class LayerStates(NamedTuple):
 
     requests_inputs, chunks_inputs: [slots, dim, width], the convolution's last inputs.
     requests: [slots, heads, V, K], states.
-    h, p: [slots, ...], what chunks do to states; see `recurrent.pool`.
+    chunks: of each slot, what chunks do to states; see `recurrent.pool`.
     """
 
     pieces: Pieces
     requests_inputs: torch.Tensor
     requests: torch.Tensor
     chunks_inputs: torch.Tensor
-    h: torch.Tensor
-    p: torch.Tensor
+    chunks: Effects
     link_states: LinkStates
 
     def convolve(self, convolution: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
@@ -62,27 +62,27 @@ class LayerStates(NamedTuple):
 
     def compute(self, layer: Layer) -> None:
         """Run a layer over the pieces, and write the states of rows and chunks."""
-        pieces, h, p = self.pieces, self.h, self.p
+        pieces, chunks = self.pieces, self.chunks
         before = self.requests.new_empty(len(pieces.lens), *self.requests.shape[1:], dtype=torch.float32)
 
-        def link(rows: LinkRows | None, *of_pieces: torch.Tensor) -> None:
+        def link(rows: StateRows | None, of_pieces: Effects | None = None) -> None:
             if rows is not None:
-                self.link_states(before, None, self.requests, *rows, p, h, *of_pieces)
+                self.link_states(before, None, self.requests, rows, chunks, of_pieces)
 
         link(pieces.early)
         states, transitions = before, layer.identity(before)
         if pieces.two_calls:
             states = torch.zeros_like(before)
         if pieces.resumed is not None:
-            pieces.resumed.load(states, h)
+            pieces.resumed.load(states, chunks.states)
             transitions = transitions.clone()
-            pieces.resumed.load(transitions, p)
+            pieces.resumed.load(transitions, chunks.transitions)
         after, transitions = layer.run_with_transitions(states, transitions)
         if pieces.chunks is not None:
-            pieces.chunks.store(after, h)
-            pieces.chunks.store(transitions, p)
+            pieces.chunks.store(after, chunks.states)
+            pieces.chunks.store(transitions, chunks.transitions)
         if pieces.two_calls:
-            link(pieces.late, transitions, after)
+            link(pieces.late, Effects(transitions, after))
             after = layer.run(before)
         if pieces.last is not None:
             pieces.last.store(after, self.requests)

@@ -7,11 +7,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from sgl_kernel_lazy.states import StateRows
 from sglang_lazy.core.device import ints_to_device
 
 
@@ -55,14 +56,6 @@ class ChunkRow(NamedTuple):
     num_tokens: int
     resumed: bool = False
     after: int | None = None
-
-
-class LinkRows(NamedTuple):
-    """Arguments of `link_states`, see there, all int32."""
-
-    initial_slots: torch.Tensor
-    part_indptr: torch.Tensor
-    parts: torch.Tensor
 
 
 class Owned(NamedTuple):
@@ -156,8 +149,8 @@ class Pieces:
     cu_seqlens: torch.Tensor
     indices: torch.Tensor
     known: torch.Tensor
-    early: LinkRows | None
-    late: LinkRows | None
+    early: StateRows | None
+    late: StateRows | None
     two_calls: bool
     last: Owned | None
     chunks: Owned | None
@@ -181,16 +174,21 @@ class Pieces:
         tensors = iter(ints_to_device([*arrays, *_inputs(plan.before, bounds, width)], device))
         cu_seqlens, indices = itertools.islice(tensors, 2)
 
+        def link_rows() -> StateRows | None:
+            rows = StateRows(*itertools.islice(tensors, 3))
+            return rows if rows.bs else None
+
         def owned() -> Owned | None:
-            return _unless_empty(Owned(*(each.long() for each in itertools.islice(tensors, 2))))
+            pairs = Owned(*(each.long() for each in itertools.islice(tensors, 2)))
+            return pairs if len(pairs.pieces) else None
 
         return cls(
             lens=plan.lens,
             cu_seqlens=cu_seqlens,
             indices=indices,
             known=torch.ones_like(indices, dtype=torch.bool),
-            early=_unless_empty(LinkRows(*itertools.islice(tensors, 3))),
-            late=_unless_empty(LinkRows(*itertools.islice(tensors, 3))),
+            early=link_rows(),
+            late=link_rows(),
             two_calls=plan.two_calls,
             last=owned(),
             chunks=owned(),
@@ -207,11 +205,12 @@ class Pieces:
         """The same, if the slots of its rows are indices of requests.  request_slots: integers, the slot of each."""
         slots, of_rows = request_slots.long(), request_slots.to(torch.int32)
 
-        def placed(rows: LinkRows | None) -> LinkRows | None:
+        def placed(rows: StateRows | None) -> StateRows | None:
             if rows is None:
                 return None
             requests = rows.initial_slots
-            return rows._replace(initial_slots=torch.where(requests < 0, requests, of_rows[requests.clamp(min=0)]))
+            initial_slots = torch.where(requests < 0, requests, of_rows[requests.clamp(min=0)])
+            return dataclasses.replace(rows, initial_slots=initial_slots)
 
         return dataclasses.replace(
             self,
@@ -323,10 +322,6 @@ def _link_rows(rows: list[tuple[int, list[int]]]) -> list[np.ndarray]:
 
 def _pairs(pairs: list[tuple[int, int]]) -> list[np.ndarray]:
     return [*np.array(pairs).reshape(-1, 2).T]
-
-
-def _unless_empty(tensors: Any) -> Any:
-    return tensors if len(tensors[0]) else None
 
 
 def _inputs(before: list[_Before], cu_seqlens: np.ndarray, width: int) -> list[np.ndarray]:

@@ -5,10 +5,13 @@ after the chunk from zero. A short convolution's state is its last inputs, which
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
+
+from sgl_kernel_lazy.states import Effects
 
 Transition = Literal["matrix", "number"]
 """What T is for each head: a matrix in a gated delta rule, a number in Mamba-2."""
@@ -124,6 +127,12 @@ class StatePool:
         elif layout.ssm is not None:
             self.h, self.p = zeros(layout.ssm, layout.ssm_dtype), zeros(layout.ssm[:1], torch.float32)
         self.clear()
+
+    @functools.cached_property
+    def effects(self) -> list[Effects]:
+        """By layer, what chunks do to its states. Only for layers that have any."""
+        assert self.p is not None and self.h is not None
+        return [Effects(*of_layer) for of_layer in zip(self.p, self.h, strict=True)]
 
     @property
     def layers(self) -> list[list[torch.Tensor]]:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_lazy.validation import check_state_inputs
+from sgl_kernel_lazy.states import Effects, StateRows, check_linking
 
 BLOCK_V, NUM_WARPS = 16, 4
 SLICE = tl.constexpr(32)
@@ -92,27 +92,21 @@ def link_states(
     before: torch.Tensor,
     last: torch.Tensor | None,
     initial_states: torch.Tensor,
-    initial_slots: torch.Tensor,
-    part_indptr: torch.Tensor,
-    parts: torch.Tensor,
-    chunk_transitions: torch.Tensor,
-    chunk_states: torch.Tensor,
-    piece_transitions: torch.Tensor | None = None,
-    piece_states: torch.Tensor | None = None,
+    rows: StateRows,
+    chunks: Effects,
+    pieces: Effects | None = None,
 ) -> None:
     """See `sgl_kernel_lazy.torch_impl.link_states`; without device synchronization."""
-    check_state_inputs(
-        before, last, initial_states, initial_slots, part_indptr, parts, chunk_transitions, chunk_states,
-        piece_transitions, piece_states,
-    )  # fmt: skip
-    if not len(initial_slots):
+    check_linking(before, last, initial_states, rows, chunks, pieces)
+    if not rows.bs:
         return
     _, num_heads, v, k = before.shape
-    strided = (before, last, initial_states, chunk_transitions, chunk_states, piece_transitions, piece_states)
+    of_pieces = (None, None) if pieces is None else (pieces.transitions, pieces.states)
+    strided = (before, last, initial_states, chunks.transitions, chunks.states, *of_pieces)
     strides = [stride for each in strided for stride in ((0, 0) if each is None else each.stride()[:2])]
-    _link_states_kernel[(num_heads, triton.cdiv(v, BLOCK_V), len(initial_slots))](
-        before, last, initial_states, initial_slots, part_indptr, parts,
-        chunk_transitions, chunk_states, piece_transitions, piece_states, *strides,
-        V=v, K=k, BLOCK_V=BLOCK_V, BLOCK_K=max(16, triton.next_power_of_2(k)), MATRIX=chunk_transitions.dim() == 4,
+    _link_states_kernel[(num_heads, triton.cdiv(v, BLOCK_V), rows.bs)](
+        before, last, initial_states, rows.initial_slots, rows.part_indptr, rows.parts,
+        chunks.transitions, chunks.states, *of_pieces, *strides,
+        V=v, K=k, BLOCK_V=BLOCK_V, BLOCK_K=max(16, triton.next_power_of_2(k)), MATRIX=chunks.matrices,
         num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -68,7 +68,7 @@ class LinkStates(AttentionBackend):
         cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
         return LayerStates(
             pieces, self.link_layers.inputs_of(cache)[0], cache.temporal,
-            pool.conv[0][index], pool.h[index], pool.p[index], self.link_kernels.link_states,
+            pool.conv[0][index], pool.effects[index], self.link_kernels.link_states,
         )  # fmt: skip
 
 
