@@ -59,6 +59,15 @@ def test_free_slots_cannot_be_freed(wrong):
     assert slots.num_free == 6
 
 
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_slots_that_do_not_exist_cannot_be_freed(wrong):
+    slots = HostSlots(10)
+    slots.alloc(10)
+    with pytest.raises(ValueError, match="in use"):
+        slots.free(torch.tensor([4, wrong]))
+    assert slots.num_free == 0 and slots.alloc(1) is None
+
+
 def test_runs_count_up_in_all_lists():
     one, other = np.array([4, 5, 6, 7, 9, 10, 3]), np.array([0, 1, 5, 6, 7, 8, 9])
     starts, lengths = runs(one, other)

@@ -383,6 +383,18 @@ def test_references_to_nodes_of_a_tree_that_was_reset_say_that_they_are_gone():
     assert node.slots is None and tree.end_of(array("q", [1, 2]), None) is None and tree.num_evictable == 0
 
 
+@pytest.mark.parametrize("num_uses, protected", [(1, False), (2, True)])
+def test_the_second_use_protects_a_node(num_uses, protected):
+    """As SGLang's `slru` has it: from newer nodes that nothing has used again."""
+    slots = Slots(10)
+    tree = RadixTree(slots, ORDERS["slru"])
+    old = tree.add(array("q", [1]), None, slots.alloc(1), 0, 0).node
+    for _ in range(num_uses):
+        tree.use(old, priority=0)
+    new = tree.add(array("q", [2]), None, slots.alloc(1), 0, 0).node
+    assert tree.next_leaves(2) == ([new, old] if protected else [old, new])
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_eviction(order):
     slots = Slots(10)

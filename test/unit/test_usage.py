@@ -7,7 +7,7 @@ import pytest
 
 from sglang_lazy.core import periods
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.core.periods import PERIODS, SECONDS, merged
+from sglang_lazy.core.periods import PERIODS, SECONDS, Sums, merged
 from sglang_lazy.serving import usage
 from sglang_lazy.serving.usage import SHOWN_CHUNKS, SHOWN_PROMPTS, Usage
 
@@ -86,6 +86,13 @@ def test_uses_of_a_chunk():
         for prompt, ids in zip(found["prompts"], reversed([ids for ids in prompts if name in ids]), strict=False):
             drawn = [chunk["id"] for chunk in prompt["chunks"]]
             assert drawn == [other for other in ids if other in {name, *together}][:SHOWN_CHUNKS]
+
+
+def test_no_more_periods_are_kept_than_are_shown():
+    sums = Sums()
+    for i in range(PERIODS + 20):
+        sums.add([1], NOW + i * SECONDS)
+    assert len(sums.rows(now=NOW)) == PERIODS, "at that time all were of the last hour, or later"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_PROMPTS", 5), ("MAX_REFERENCES", 10)])
