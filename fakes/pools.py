@@ -245,15 +245,16 @@ class Pools:
         return self.slots.full_available_size() if self.window else self.slots.available_size()
 
     def new_model(self, device: str) -> ServedModel:
-        """A model of two layers. Its keys are numbers that no rotation changes; it has no values."""
+        """A model of two layers. Its keys are numbers that no rotation changes; nobody reads its values."""
         table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
         layer = AttentionLayer(1, 1, 2, rope, kernels=types.SimpleNamespace(copy_rotated=self.copy_rotated))
         if not self.window:
-            return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer})
+            return ServedModel({0: (self.keys, self.values), 1: (self.keys, self.values)}, {0: layer, 1: layer})
         layers = {0: dataclasses.replace(layer, window=self.window + 1), 1: layer}
-        window_keys, window_slots = self.kv.swa_kv_pool.k_buffer[0], self.kv.full_to_swa_index_mapping
-        return ServedModel({0: (window_keys, None), 1: (self.keys, None)}, layers, window_slots)
+        of_window, window_slots = self.kv.swa_kv_pool, self.kv.full_to_swa_index_mapping
+        buffers = {0: (of_window.k_buffer[0], of_window.v_buffer[0]), 1: (self.keys, self.values)}
+        return ServedModel(buffers, layers, window_slots)
 
     def flush(self) -> None:
         """Flush the cache as SGLang does."""
@@ -289,7 +290,7 @@ class Pools:
     def encode(self, encodings: Sequence[Encoding]) -> None:
         """The encoder's pass."""
 
-    def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
+    def copy_rotated(self, caches: Any, source, target, rotations):
         """In place of the kernel `copy_rotated`."""
 
 

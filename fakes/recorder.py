@@ -102,7 +102,7 @@ class RecordingPools(Pools):
         recomputes = state is not None and state.recomputes
         req.contents = contents_of(req, kept_in(None if recomputes else state, req.layout))
 
-    def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
+    def copy_rotated(self, caches: Any, source, target, rotations):
         pairs = zip(source.tolist(), target.tolist(), strict=True)
         for source_slot, slot in pairs:
             if slot:  # slot 0 is for trying the kernel

@@ -15,6 +15,7 @@ import torch
 
 from benchmark.kernels import report, timing
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sgl_kernel_lazy.caches import Caches
 
 NUM_KV_HEADS, HEAD_DIM, CHUNK_LEN = 8, 128, 2048
 TOKENS = (2048, 10240, 40960)
@@ -35,8 +36,10 @@ def measure(
     inv_freq = 500000.0 ** -(torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
     table = rope_cos_sin(inv_freq, num_tokens).to(device)
 
+    caches = Caches(k_caches=k_caches, v_caches=v_caches, cos_sin_cache=table, is_neox=True)
+
     def copy(name: str) -> None:
-        get_implementation(name).copy_rotated(k_caches, v_caches, source, target, offsets, table, is_neox=True)
+        get_implementation(name).copy_rotated(caches, source, target, offsets)
 
     name = "triton" if device.type == "cuda" else "torch"
     copy(name)

@@ -64,34 +64,6 @@ def check_window(window: int | None) -> None:
         raise ValueError(f"window: expected a positive int or None, got {window!r}")
 
 
-def check_copy_inputs(
-    k_caches: Sequence[torch.Tensor],
-    v_caches: Sequence[torch.Tensor],
-    source: torch.Tensor,
-    target: torch.Tensor,
-    offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-) -> None:
-    """Check the arguments of `copy_rotated`."""
-    if not k_caches or len(k_caches) != len(v_caches):
-        raise ValueError(f"k_caches, v_caches: expected as many, at least one, got {len(k_caches)} and {len(v_caches)}")
-    like = k_caches[0]
-    check_tensor("k_caches[0]", like, (None, None, None), FLOATS, source.device)
-    head_dim = like.shape[2]
-    for name, caches in dict(k_caches=k_caches, v_caches=v_caches).items():
-        for layer, cache in enumerate(caches):
-            check_tensor(f"{name}[{layer}]", cache, like.shape, (like.dtype,), like.device)
-            if cache.stride() != like.stride() or cache.stride()[1:] != (head_dim, 1):
-                raise ValueError(
-                    f"{name}[{layer}]: expected contiguous KV tokens at the strides of k_caches[0], "
-                    f"{list(like.stride())}, got {list(cache.stride())}"
-                )
-    check_tensor("source", source, (None,), INTEGERS, like.device)
-    check_tensor("target", target, source.shape, INTEGERS, like.device)
-    check_tensor("offsets", offsets, source.shape, INTEGERS, like.device)
-    check_cos_sin(cos_sin_cache, head_dim, like.device)
-
-
 def check_cos_sin(cos_sin_cache: torch.Tensor, head_dim: int, device: torch.device) -> None:
     """Check the table of angles, see `rope_cos_sin`."""
     shape = shape_of("cos_sin_cache", cos_sin_cache, 2)

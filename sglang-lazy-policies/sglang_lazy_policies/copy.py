@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_kernel_lazy.caches import Caches
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import IN_WINDOW_POOL, ServerTraits
@@ -89,16 +90,20 @@ class ChunkCopier:
         groups: dict[int, tuple[AttentionLayer, list]] = {}
         for layer_id, layer in model.layers.items():  # in one pool, so of one shape
             groups.setdefault(id(layer.rope), (layer, []))[1].append(model.kv_buffers[layer_id])
-        self.groups = list(groups.values())
+        self.groups = [(layer.kernels, _caches(layer, buffers)) for layer, buffers in groups.values()]
         # Compile the kernel. Slot 0 never holds a request's KV.
-        slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][0].rope.cos_sin_cache.device)
+        slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][1].cos_sin_cache.device)
         self.copy(slots, slots, np.zeros(1, dtype=np.int64))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, offsets: np.ndarray) -> None:
         """Copy `source` to `target` (slots, int64 [n]) and rotate the keys by `offsets` (int64 [n])."""
         rotations = to_device(offsets, source.device)
-        for layer, caches in self.groups:
-            (k_caches, v_caches), rope = zip(*caches, strict=True), layer.rope
-            layer.kernels.copy_rotated(
-                k_caches, v_caches, source, target, rotations, rope.cos_sin_cache, is_neox=rope.is_neox
-            )
+        for kernels, caches in self.groups:
+            kernels.copy_rotated(caches, source, target, rotations)
+
+
+def _caches(layer: AttentionLayer, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Caches:
+    """Those of all layers that rotate as `layer` does."""
+    k_caches, v_caches = zip(*buffers, strict=True)
+    rope = layer.rope
+    return Caches(k_caches=k_caches, v_caches=v_caches, cos_sin_cache=rope.cos_sin_cache, is_neox=rope.is_neox)

@@ -5,6 +5,7 @@ import torch
 from ragged import DEVICE, Shape, packed, random_batch, run
 
 from sgl_kernel_lazy import torch_impl
+from sgl_kernel_lazy.caches import Caches
 from sgl_kernel_lazy.rows import Rows
 
 LAYOUT = [("gap", 3), ("chunk", 1), ("chunk", 2), ("text", 5), ("new", 6)]
@@ -196,7 +197,8 @@ def test_copies_do_not_depend_on_one_another(source, target, offsets, message):
     cache, table = torch.zeros(9, 1, 64), torch.ones(5, 64)
     with pytest.raises(ValueError, match=message):
         lists = (torch.tensor(values) for values in (source, target, offsets))
-        torch_impl.copy_rotated([cache], [cache.clone()], *lists, table, is_neox=True)
+        caches = Caches(k_caches=[cache], v_caches=[cache.clone()], cos_sin_cache=table, is_neox=True)
+        torch_impl.copy_rotated(caches, *lists)
 
 
 def test_segments_of_one_id_list_the_same_slots():

@@ -6,6 +6,7 @@ from cases import DTYPES
 from ragged import DEVICE, NAN
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sgl_kernel_lazy.caches import Caches
 
 MAX_POSITION = 3000
 # num_kv_heads, head_dim, rotary_dim, is_neox
@@ -32,6 +33,13 @@ def make_caches(num_layers, num_slots, num_heads, head_dim, dtype, gen):
     return [[torch.randn(shape, generator=gen).to(dtype).to(DEVICE) for _ in range(num_layers)] for _ in "kv"]
 
 
+def copy(name, caches, source, target, offsets, table, is_neox=True):
+    """Run the op on these tensors."""
+    k_caches, v_caches = caches
+    caches = Caches(k_caches=k_caches, v_caches=v_caches, cos_sin_cache=table, is_neox=is_neox)
+    get_implementation(name).copy_rotated(caches, source, target, offsets)
+
+
 @all_names
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -52,7 +60,7 @@ def test_copies_are_rotated(name, dtype, heads):
     inv_freq = 10000.0 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
     table = rope_cos_sin(inv_freq, MAX_POSITION).to(DEVICE)
 
-    get_implementation(name).copy_rotated(k_caches, v_caches, source, target, offsets, table, is_neox=is_neox)
+    copy(name, (k_caches, v_caches), source, target, offsets, table, is_neox)
 
     others = torch.ones(num_slots, dtype=torch.bool, device=DEVICE)
     others[target] = False
@@ -80,9 +88,8 @@ def test_a_copy_onto_itself_rotates_in_place(name, heads):
     source, target, offsets = slots[:40], slots[40:], torch.arange(40, device=DEVICE)
     inv_freq = 10000.0 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
     table = rope_cos_sin(inv_freq, MAX_POSITION).to(DEVICE)
-    op = get_implementation(name).copy_rotated
-    op(*apart, source, target, offsets, table, is_neox=is_neox)
-    op(*in_place, source, source, offsets, table, is_neox=is_neox)
+    copy(name, apart, source, target, offsets, table, is_neox)
+    copy(name, in_place, source, source, offsets, table, is_neox)
     for caches, expected in zip(in_place, apart, strict=True):
         for cache, other in zip(caches, expected, strict=True):
             assert torch.equal(cache[source], other[target])
@@ -95,7 +102,7 @@ def test_nothing_to_copy(name):
     before = k_caches[0].clone()
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     table = torch.ones(8, 64, device=DEVICE)
-    get_implementation(name).copy_rotated(k_caches, v_caches, none, none, none, table, is_neox=True)
+    copy(name, (k_caches, v_caches), none, none, none, table)
     assert torch.equal(k_caches[0], before)
 
 
@@ -119,9 +126,9 @@ def test_errors_name_the_argument(name, argument):
     slots = torch.arange(3, device=DEVICE)
     arguments = dict(
         k_caches=k_caches, v_caches=v_caches, source=slots, target=slots + 3, offsets=slots,
-        cos_sin_cache=torch.ones(8, 64, device=DEVICE),
+        table=torch.ones(8, 64, device=DEVICE),
     )  # fmt: skip
-    field = argument.partition("\\")[0]
+    field = argument.partition("\\")[0].replace("cos_sin_cache", "table")
     arguments[field] = MISTAKES[argument](arguments[field])
     with pytest.raises(ValueError, match=argument):
-        get_implementation(name).copy_rotated(**arguments, is_neox=True)
+        copy(name, (arguments.pop("k_caches"), arguments.pop("v_caches")), **arguments)

@@ -1,12 +1,10 @@
 """Copies of cached KV tokens whose keys are rotated to other positions: all layers in one launch."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_lazy.validation import check_copy_inputs
+from sgl_kernel_lazy.caches import Caches, check_copies
 
 BLOCK_T, NUM_WARPS = 16, 4
 # The compiler must know a divisor of the distances that it loads, or it copies one element at a time.
@@ -56,24 +54,16 @@ def _copy_rotated_kernel(
             tl.store(k_cache + write + begin + dim[None, :], k, mask=rest)
 
 
-def copy_rotated(
-    k_caches: Sequence[torch.Tensor],
-    v_caches: Sequence[torch.Tensor],
-    source: torch.Tensor,
-    target: torch.Tensor,
-    offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-) -> None:
+def copy_rotated(caches: Caches, source: torch.Tensor, target: torch.Tensor, offsets: torch.Tensor) -> None:
     """See `sgl_kernel_lazy.torch_impl.copy_rotated`."""
-    check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache)
+    check_copies(caches, source, target, offsets)
     if not len(source):
         return
+    k_caches, cos_sin_cache = caches.k_caches, caches.cos_sin_cache
     cache = k_caches[0]
     _, num_heads, head_dim = cache.shape
     rotary_dim = cos_sin_cache.shape[1]
-    apart = [other.data_ptr() - cache.data_ptr() for other in (*k_caches, *v_caches)]
+    apart = [other.data_ptr() - cache.data_ptr() for other in (*k_caches, *caches.v_caches)]
     unit = DISTANCE_UNIT.value
     if any(distance % (unit * cache.itemsize) for distance in apart):
         raise ValueError(f"k_caches, v_caches: expected to lie multiples of {unit} elements apart")
@@ -94,7 +84,7 @@ def copy_rotated(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
-        IS_NEOX=is_neox,
+        IS_NEOX=caches.is_neox,
         BLOCK_T=BLOCK_T,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
