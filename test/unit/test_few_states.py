@@ -338,3 +338,14 @@ def test_a_chunk_from_the_host_needs_its_own_state_alone():
     loop.run()
     assert loop.log == [["p0"]]
     assert lost(loop) == 0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_prompts_of_one_batch_claim_the_state_of_a_chunk_once(same):
+    """Two with the same new chunk are admitted where there is a state for one chunk; two with a chunk each are not."""
+    loop = Loop(num_states=1)
+    reqs = [loop.submit([A if same else chunk, QUESTION], f"r{i}", max_new_tokens=1) for i, chunk in enumerate((A, B))]
+    loop.step()
+    assert len(loop.tree_cache.admission.holders) == 1 + same
+    loop.run()
+    assert [len(req.output_ids) for req in reqs] == [1, 1]

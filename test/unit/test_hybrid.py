@@ -93,6 +93,19 @@ def test_a_fill_keeps_the_window_kv_of_the_chunk_that_it_continues():
     assert len(req.output_ids) == 1
 
 
+def test_parents_of_one_batch_share_the_window_pool():
+    """Each would fit alone: the second waits for the first, whose chunk and text have claimed what is free."""
+    for window_size, first in ((40, {"r0"}), (80, {"r0", "r1"})):
+        scheduler = Loop(200, chunked_prefill_size=64, window=2, window_size=window_size)
+        chunks = [(CHUNK, tuple(1 + (i + j * j) % 13 for j in range(20))) for i in range(2)]
+        reqs = [scheduler.submit([chunk, QUESTION], f"r{i}", max_new_tokens=2) for i, chunk in enumerate(chunks)]
+        scheduler.step()
+        assert {"r0", "r1"} & set(scheduler.log[0]) == first
+        assert scheduler.tree_cache.admission.holders == [], "who has to wait is not admitted"
+        scheduler.run()
+        assert [len(req.output_ids) for req in reqs] == [2, 2]
+
+
 def test_chunks_keep_their_last_window():
     """More chunks than the window pool could hold in full: each keeps its last window and is a hit in any order."""
     scheduler = Loop(200, chunked_prefill_size=12, window=2, window_size=40)
