@@ -4,11 +4,14 @@ import itertools
 import time
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.core.periods import SumsByTenant
 from sglang_lazy.core.refusal import REASONS
+
+if TYPE_CHECKING:
+    from sglang_lazy.chunks.store import ChunkStore
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 HITS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -119,7 +122,7 @@ class Occupancy(NamedTuple):
 class Census:
     """Counts all chunks of a `ChunkStore` repeatedly, a batch at a time."""
 
-    def __init__(self, store: Any):
+    def __init__(self, store: "ChunkStore"):
         self._store, self._start, self._found = store, 0, Occupancy.of(())
 
     def step(self) -> Occupancy | None:

@@ -1,15 +1,18 @@
 """Deletion of chunks on request, once nobody holds them."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
+
+if TYPE_CHECKING:
+    from sglang_lazy.chunks.store import ChunkStore
 
 
 class Deletions:
     """The chunks of one `ChunkStore` that are to be deleted."""
 
-    def __init__(self, store: Any):
+    def __init__(self, store: "ChunkStore"):
         self.store = store
         self.waiting: dict[ChunkKey, CachedChunk] = {}
 

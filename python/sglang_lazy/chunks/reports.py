@@ -8,12 +8,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.chunks.counts import Occupancy
 from sglang_lazy.core.fills import chunks_of
 from sglang_lazy.core.keys import chunk_id
+
+if TYPE_CHECKING:
+    from sglang_lazy.chunks.store import ChunkStore
 
 AT_ONCE = 750
 """How many chunks to survey at once, which takes less than a millisecond."""
@@ -24,14 +27,14 @@ SORTED_BY = {"hottest": "hits", "largest": "tokens", "pinned": "tokens"}
 _FIELDS = {"hits": "hits", "tokens": "num_tokens"}
 
 
-def state_of(store: Any, chunk: CachedChunk) -> str:
+def state_of(store: "ChunkStore", chunk: CachedChunk) -> str:
     """The state of a chunk that is cached or one of `chunks_under_way`: one of `STATES`."""
     if chunk.node is not None:
         return store.state_at(chunk.node).name.lower()
     return "fetching" if chunk.key in store.fetching else "pending"
 
 
-def chunks_under_way(store: Any) -> list[CachedChunk]:
+def chunks_under_way(store: "ChunkStore") -> list[CachedChunk]:
     """The chunks that are being computed or fetched from storage, and are not cached yet."""
     filled = ((chunk.key, chunk) for work in dict.fromkeys(store.pending.values()) for chunk in chunks_of(work))
     chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
@@ -43,7 +46,7 @@ def chunks_under_way(store: Any) -> list[CachedChunk]:
     ]
 
 
-def describe_chunk(store: Any, chunk: CachedChunk) -> dict[str, Any]:
+def describe_chunk(store: "ChunkStore", chunk: CachedChunk) -> dict[str, Any]:
     """A chunk's entry in a list, without its namespace; see `docs/chunks.md`."""
     node, states = chunk.node, store.states
     sizes = {}
