@@ -15,7 +15,7 @@ from oracle.models.hybrids import HYBRIDS
 from oracle.scenarios import Dice
 from sglang_lazy.testing import CPU_OPTIONS, running_server
 
-TOLERANCE = 3e-5  # of a log-probability: both compute in fp32, and in another order
+TOLERANCE = 1e-4  # of a log-probability: both compute in fp32, which alone is off float64 by up to 6e-5 here
 NUM_TOKENS = 8
 NAMES = [  # others lack an image processor
     name if name == "qwen3.5" else pytest.param(name, marks=pytest.mark.nightly)
