@@ -154,8 +154,8 @@ class HostKV(Part):
         to_load = self._only_on_host(nodes)
         if not to_load:
             return True
-        # Of those above nobody reads the state, and it might be one too many.
-        with_states = [] if self.states is None else self.states.copied(node for node in to_load if node in nodes)
+        wanted = set(nodes)  # of those above nobody reads the state, and it might be one too many
+        with_states = [] if self.states is None else self.states.copied(node for node in to_load if node in wanted)
         if (state_slots := self._state_room(to_load, len(with_states))) is None:
             return False
         if (pieces := self._room_for(to_load)) is None:
