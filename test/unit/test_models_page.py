@@ -53,6 +53,11 @@ def test_gpu_column():
     source = (ROOT / "test" / "e2e" / "test_gpu.py").read_text(encoding="utf-8")
     lists = [re.search(rf"{name}\s*=\s*\[(.*?)\]", source, re.DOTALL)[1] for name in ("params", "OTHERS")]
     served = re.findall(r'"([^"]+)"', "".join(lists))
+    source = (ROOT / "test" / "e2e" / "test_gpu_hybrids.py").read_text(encoding="utf-8")
+    wider = re.findall(
+        r'^    "([^"]+)":', re.search(r"^WIDER = \{.*?^\}", source, re.DOTALL | re.MULTILINE)[0], re.MULTILINE
+    )
+    served += [*filter(HYBRIDS.__contains__, wider), *re.findall(r'"([^"]+ on two GPUs)"', source)]
     on_several = {architecture_of(one.split()[0]) for one in served if "GPUs" in one}
     assert {architecture for architecture, cells in ROWS.items() if cells[1] and architecture != COMB} == {
         architecture_of(one.split()[0]) for one in served

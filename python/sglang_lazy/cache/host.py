@@ -47,9 +47,8 @@ class HostKV(Part):
         watchers: Iterable[HostWatcher] = (),
         states: HostStates | None = None,
     ):
-        self.memory = memory
+        self.memory, self.states = memory, states
         self._tree, self._device, self._transfers, self._order = tree, device, transfers, order
-        self.states = states
         if states is not None:
             states.make_room = functools.partial(self.evict, 1)
         self._min_hits, self._agree, self.watchers = min_hits, agree, [*watchers]
