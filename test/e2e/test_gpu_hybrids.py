@@ -44,7 +44,6 @@ MODELS = HYBRIDS | {
         NEMOTRON, settings={**NEMOTRON.settings, **LAYERS, **ROUTED}, served={**NEMOTRON.served, **LAYERS}
     ),
 }
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 DELTA = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 # Heads and experts of the sizes that CUDA kernels take.
@@ -56,13 +55,14 @@ WIDER = {
         # Those of released models
         **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     },
-    "lfm2": {"hidden_size": 256, **HEADS},
+    "lfm2": {"hidden_size": 512},
     "qwen3.5": DELTA,
     "qwen3.5-moe": {**DELTA, **EXPERTS},
     "qwen3.5-vl": DELTA,
+    "qwen3.5-vl-moe": {**DELTA, **EXPERTS},
     "nemotron-h": {"head_dim": 128},
     "nemotron-3": {"hidden_size": 256, "head_dim": 128},
-    "granite4": {"hidden_size": 256, **HEADS, "mamba_n_heads": 8, "mamba_d_head": 64},
+    "granite4": {"hidden_size": 512, "mamba_d_head": 64},
     "falcon-h1": {"head_dim": 128},
 }
 POOL = 4096
@@ -86,12 +86,18 @@ TIERS = {
     "hicache_storage_backend": "file",
     "hicache_storage_prefetch_policy": "wait_complete",
 }
-SERVED = {name: TIERS for name in WIDER if name != "qwen3.5-vl"} | {
+TWO_GPUS = {**TIERS, **WAYS["on two GPUs"]}
+SERVED = {name: TIERS for name in WIDER if not name.startswith("qwen3.5-vl")} | {
     "qwen3.5 synchronous": {"disable_overlap_schedule": True},
     # With batches that end within a fill, and within its chunks.
     "qwen3.5 in parts": {"chunked_prefill_size": 512},
     "qwen3.5 beside SGLang's host tier": {**TIERS, "hicache_ratio": 8.0, "lazy_host_share": 0.25},
-    "qwen3.5 on two GPUs": {**TIERS, **WAYS["on two GPUs"]},
+    "qwen3.5 on two GPUs": TWO_GPUS,
+    "qwen3.5-moe on two GPUs": TWO_GPUS,
+    "nemotron-h on two GPUs": TWO_GPUS,
+    "granite4 on two GPUs": TWO_GPUS,
+    "falcon-h1 on two GPUs": TWO_GPUS,
+    "lfm2 on two GPUs": TWO_GPUS,
 }
 """How models are served."""
 IN_GRAPHS = {"qwen3.5", "qwen3.5-moe"}
@@ -302,19 +308,22 @@ def test_stored_chunks_on_cuda(served):
     served.check(prompts, outputs)
 
 
-def test_adapters_of_hybrids_on_cuda(model_dir, tmp_path):
-    """The same prompts under Qwen3.5, as released, and two adapters at once: cold, warm, in another order, and second
-    turns."""
-    path, adapted = wide("qwen3.5-vl", model_dir), MODULES["qwen3.5-vl"]
-    inner = HYBRIDS["qwen3.5-vl"].settings["text_config"] | DELTA
-    keys, values = (inner[f"linear_num_{of}_heads"] * inner[f"linear_{of}_head_dim"] for of in ("key", "value"))
-    parts = {"in_proj_qkv": {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}}
+@pytest.mark.parametrize("name", ["qwen3.5-vl", "qwen3.5-vl-moe", "nemotron-h", "granite4", "falcon-h1", "lfm2"])
+def test_adapters_of_hybrids_on_cuda(name, model_dir, tmp_path):
+    """The same prompts under a model and two adapters at once: cold, warm, in another order, and second turns."""
+    path, adapted, parts = wide(name, model_dir), MODULES[name], {}
+    modules = adapted
+    if "in_proj_qkvz" in adapted:
+        inner = HYBRIDS[name].settings["text_config"] | DELTA
+        keys, values = (inner[f"linear_num_{of}_heads"] * inner[f"linear_{of}_head_dim"] for of in ("key", "value"))
+        parts = {"in_proj_qkv": {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}}
+        modules = (*adapted, "in_proj_qkv", "in_proj_z")
     folders, models = [], {None: path}
-    for name, seed, rank in ADAPTERS:
-        made = random_adapter(path, tmp_path / f"{name}-made", seed, rank, (*adapted, "in_proj_qkv", "in_proj_z"))
-        folders.append(f"{name}={split(made, tmp_path / name, parts, adapted)}")
-        models[name] = str(merged(path, made, tmp_path / f"{name}-merged"))
-    served = Served("qwen3.5-vl", path, lora_paths=folders, max_loras_per_batch=len(models))
+    for adapter, seed, rank in ADAPTERS:
+        made = random_adapter(path, tmp_path / f"{adapter}-made", seed, rank, modules)
+        folders.append(f"{adapter}={split(made, tmp_path / adapter, parts, adapted)}")
+        models[adapter] = str(merged(path, made, tmp_path / f"{adapter}-merged"))
+    served = Served(name, path, lora_paths=folders, max_loras_per_batch=len(models))
     dice = Dice("adapters of hybrids on a GPU")
     one, two = dice.chunks(2, 100, 200)
     start, between, question = dice.text(9), dice.text(5), dice.text(12)
@@ -332,8 +341,8 @@ def test_adapters_of_hybrids_on_cuda(model_dir, tmp_path):
     finally:
         served.shutdown()
     errors = Errors()
-    for number, name in enumerate(names):
-        known = served.known if name is None else Known(models[name])
+    for number, adapter in enumerate(names):
+        known = served.known if adapter is None else Known(models[adapter])
         for prompt, output in list(zip(asked + turns, answers + outputs, strict=True))[number :: len(names)]:
             known.add(errors, prompt, output)
     errors.check()
