@@ -159,7 +159,7 @@ def test_every_answer_is_right_and_nothing_is_held(traffic, number):
         traffic.check(*output)
     hits = [entry["hit"] for *_, output in outputs for entry in output["meta_info"].get("chunks", ())]
     assert len(outputs) > 10 and not all(hits)
-    assert any(hits) or traffic.num_states == 1  # in which one chunk follows another
+    assert any(hits) or traffic.num_states < 3  # where clients displace one another's chunks, and it is luck
     time.sleep(0.5)  # for what clients who have left sent last
     assert wait_for(lambda: not traffic.held(), PATIENCE), traffic.held()
     assert requests.post(f"{traffic.url}/flush_cache?timeout=30", timeout=PATIENCE).ok
