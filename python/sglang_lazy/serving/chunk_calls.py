@@ -41,8 +41,7 @@ async def list_chunks(
     wanted = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(arguments)}
     scanned = await scan(lambda starts: frontend.server.ask("page", starts=starts, **wanted))
     page = merged_page(scanned, arguments)
-    chunks = with_adapter_names(page["chunks"], frontend.server.adapters)
-    return {**page, "chunks": with_labels(frontend.labels, chunks)}
+    return {**page, "chunks": _shown(frontend, page["chunks"])}
 
 
 async def survey(frontend: Frontend, tenant: str | None, everybody: bool) -> dict[str, Any]:
@@ -51,19 +50,15 @@ async def survey(frontend: Frontend, tenant: str | None, everybody: bool) -> dic
         (tenant, everybody),
         lambda starts: frontend.server.ask("survey", starts=starts, tenant=tenant, everybody=everybody),
     )
-    adapters, usage, now = frontend.server.adapters, frontend.usage, time.time()
-    lists = {
-        name: with_labels(frontend.labels, with_adapter_names(found[name], adapters))
-        for name in ("hottest", "largest", "pinned")
-    }
-    prompts = usage.last(tenant, everybody)
+    now = time.time()
+    prompts = frontend.usage.last(tenant, everybody)
     for prompt in prompts:
         name_chunks(frontend.labels, prompt["cache_salt"], prompt["chunks"])
     return {
         "time": now,
         **found,
-        **lists,
-        "history": usage.history(tenant, everybody, now),
+        **{name: _shown(frontend, found[name]) for name in ("hottest", "largest", "pinned")},
+        "history": frontend.usage.history(tenant, everybody, now),
         "prompts": prompts,
     }
 
@@ -112,8 +107,12 @@ async def get_chunk(frontend: Frontend, tenant: str | None, name: str) -> dict[s
     registration = frontend.registrations.get(tenant, name)
     if not chunks and registration is None:
         raise UnknownChunk(f"chunk {name} is unknown")
-    chunks = with_labels(frontend.labels, with_adapter_names(chunks, frontend.server.adapters))
-    return {"chunks": chunks, "registration": registration}
+    return {"chunks": _shown(frontend, chunks), "registration": registration}
+
+
+def _shown(frontend: Frontend, chunks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chunks as schedulers describe them, with the names of their adapters and their labels."""
+    return with_labels(frontend.labels, with_adapter_names(chunks, frontend.server.adapters))
 
 
 async def delete_chunks(frontend: Frontend, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:

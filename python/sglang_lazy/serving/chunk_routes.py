@@ -1,8 +1,8 @@
 """Routes through which tenants list and manage their chunks."""
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -27,17 +27,13 @@ def _refused(error: Exception | str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
     return HTTPException(HTTPStatus.NOT_FOUND if isinstance(error, UnknownChunk) else status, str(error))
 
 
-def _parsed(parse: Callable) -> Any:
-    """A route parameter: the result of `parse`, whose signature names query parameters and headers of the request."""
-
-    @functools.wraps(parse)
-    def parsed(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return parse(*args, **kwargs)
-        except ValueError as error:
-            raise _refused(error) from None
-
-    return Depends(parsed)
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """A context, or a decorator, whose ValueErrors are answered as `_refused` says."""
+    try:
+        yield
+    except ValueError as error:
+        raise _refused(error) from None
 
 
 def _tenant(
@@ -48,7 +44,7 @@ def _tenant(
     return check_cache_salt(salt_of(cache_salt, http.headers))
 
 
-Tenant = Annotated[str | None, _parsed(_tenant)]
+Tenant = Annotated[str | None, Depends(_refusing()(_tenant))]
 
 
 async def _frontend(http: Request) -> Frontend:
@@ -81,7 +77,7 @@ async def list_chunks(
     frontend: Process,
     tenant: Tenant,
     everybody: Everybody,
-    arguments: Annotated[dict[str, Any], _parsed(list_arguments)],
+    arguments: Annotated[dict[str, Any], Depends(_refusing()(list_arguments))],
 ) -> dict[str, Any]:
     """One page of the caller's chunks.
 
@@ -109,10 +105,8 @@ async def list_chunks(
     the chunks of all tenants; it needs a server with an admin key, sent by the caller. `sort` is last_use, hits, tokens
     or created, `order` desc or asc, `limit` 1 to 1000; `state` filters.
     """
-    try:
+    with _refusing():
         return await chunk_calls.list_chunks(frontend, tenant, everybody, arguments)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 @opened_by(Scope.READ)
@@ -121,10 +115,8 @@ async def get_chunk(frontend: Process, chunk_id: ChunkId, tenant: Tenant) -> dic
 
     `registration` is null, `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` if the last one failed.
     """
-    try:
+    with _refusing():
         return await chunk_calls.get_chunk(frontend, tenant, chunk_id)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 @opened_by(Scope.CHUNKS)
@@ -152,10 +144,8 @@ async def delete_chunks(
     frontend: Process, id: Annotated[list[str], Query(max_length=MAX_LIMIT)], tenant: Tenant
 ) -> dict[str, Any]:
     """The same for several chunks: `DELETE /chunks?id=…&id=…`. `skipped` has the others, with reasons."""
-    try:
+    with _refusing():
         return await chunk_calls.delete_chunks(frontend, tenant, id)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 @opened_by(Scope.CHUNKS)
@@ -170,11 +160,9 @@ async def patch_chunk(frontend: Process, http: Request, chunk_id: ChunkId, tenan
     Answers `{"requested": 1, "affected": [{"id": "9f0c…", "pinned": true, "pinned_until": 1763903600.1}], "skipped":
     []}`, or 409 if it cannot be pinned. Pins end early if a running request could not continue otherwise.
     """
-    try:
+    with _refusing():
         pin, ttl = pin_arguments(await _body(http))
         return _one(chunk_id, await frontend.pins.set(tenant, [check_id(chunk_id)], pin, ttl))
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 @opened_by(Scope.CHUNKS)
@@ -224,19 +212,15 @@ async def survey(frontend: Process, tenant: Tenant, everybody: Everybody) -> dic
 
     With many chunks, a survey is some seconds old. Query: `cache_salt` and `all` as for `list_chunks`.
     """
-    try:
+    with _refusing():
         return await chunk_calls.survey(frontend, tenant, everybody)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 @opened_by(Scope.READ)
 async def uses(frontend: Process, chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
-    try:
+    with _refusing():
         return chunk_calls.uses(frontend, tenant, everybody, chunk_id)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 @opened_by(Scope.READ)
@@ -252,10 +236,8 @@ async def why(frontend: Process, rid: str, tenant: Tenant, everybody: Everybody)
     reason, words: one of `misses.WORDS`, and what it means.
     like: the chunk that is nearly the same, null without one.
     """
-    try:
+    with _refusing():
         return await chunk_calls.why(frontend, tenant, everybody, rid)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 async def lazy_info(frontend: Process) -> dict[str, Any]:
