@@ -51,7 +51,7 @@ def test_files_in_the_folder_that_flags_name(connected, tmp_path):
     store.adopt(chunk, node := tree.compute(chunk.tokens))
     tree.host.back_up([node])
     tree.host.finish()
-    assert storage.is_writing
+    assert storage.objects.written
     storage.detach()
     (file,) = (tmp_path / "new").iterdir()
     assert file.name.startswith("lazy-kv2-") and "sglang-lazy" in file.name

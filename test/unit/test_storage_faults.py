@@ -173,7 +173,7 @@ def test_a_flush_abandons_storage_that_hangs(hanging, storage):
     hanging.answer(prompt)
     assert wait_for(lambda: objects.written.num_running == 1)
     hanging.flush()
-    assert hanging.numbers()["unstored"] == 2 and not (hanging.storage.fetches or hanging.storage.is_writing)
+    assert hanging.numbers()["unstored"] == 2 and not (hanging.storage.fetches or objects.written)
     taken = hanging.tree.host.alloc(hanging.tree.memory.slots.size)
     (rows,) = hanging.tree.memory.groups
     rows.host.fill_(7)

@@ -113,7 +113,7 @@ def test_detaching_forgets_what_is_being_read():
     prompt = server.ask(A)
     server.storage.detach()
     server.check()
-    assert server.answer(prompt) == [None] and not server.storage.is_fetching
+    assert server.answer(prompt) == [None] and not server.storage.fetches
     storage.open.set()
 
 

@@ -76,7 +76,7 @@ def test_a_fetch_for_nobody_loses_nothing(storage):
     server = Server(storage)
     prompt = server.ask(A)
     server.step()
-    assert server.states(prompt) == ["host"] and not server.storage.is_fetching
+    assert server.states(prompt) == ["host"] and not server.storage.objects.read
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "another", "empty", "raises"])
@@ -253,7 +253,7 @@ def test_a_flush_waits_for_storage(storage):
     server.slow = True
     server.served(C)
     server.flush()
-    assert len(storage.objects) == 3 and not server.storage.is_writing
+    assert len(storage.objects) == 3 and not server.storage.objects.written
     server.slow = False
     assert server.served(C) == [FOUND]
 
@@ -271,7 +271,7 @@ def test_a_chunk_whose_beginning_has_no_copy():
     storage = storage_with(long := (*A, 9, 9))
     server = Server(storage, min_hits=2)
     server.warm(A)
-    assert server.served(long) == [LACKING] and not server.storage.is_fetching
+    assert server.served(long) == [LACKING] and not server.storage.objects.read
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -201,7 +201,7 @@ class ChunkStorage(HostWatcher):
             return
         if self._num_writing:
             self._take_written(self.objects)
-        if self.is_fetching:
+        if self._num_fetching:
             for call in self._ended(self.objects.read):
                 fetch = self._late.pop(call.what, None) or self._store.fetching.pop(call.what)
                 self._end_fetch(fetch, call)
@@ -284,14 +284,6 @@ class ChunkStorage(HostWatcher):
     def fetches(self) -> list[Fetch]:
         """The reads in progress."""
         return [*self._late.values(), *self._store.fetching.values()]
-
-    @property
-    def is_fetching(self) -> bool:
-        return self._num_fetching > 0
-
-    @property
-    def is_writing(self) -> bool:
-        return self._num_writing > 0
 
     def _may_hold(self, num_tokens: int, num_chunks: int) -> bool:
         """Whether reads may hold so many tokens of the host, and as many states as chunks, and writes as well: half of
