@@ -29,16 +29,8 @@ class RowCache:
     no_slots: an empty tensor of slots, int64.
     """
 
-    def __init__(
-        self,
-        store: ChunkStore,
-        pool: Any,
-        requests: Requests,
-        tree: RadixTree | None = None,
-        device: Device | None = None,
-    ):
-        self.store, self.pool, self.requests = store, pool, requests
-        self.tree, self.device = tree or store.tree, device or store.device
+    def __init__(self, store: ChunkStore, pool: Any, requests: Requests, tree: RadixTree, device: Device):
+        self.store, self.pool, self.requests, self.tree, self.device = store, pool, requests, tree, device
         self.windows = store.windows if self.tree is store.tree else None
         self.no_slots = self._placeholders = torch.empty(0, dtype=torch.int64, device=self.device.device)
 
