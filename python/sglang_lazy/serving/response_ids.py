@@ -1,13 +1,13 @@
 """Ids of stored responses. SGLang gives these to whoever knows an id: here one is valid only with the salt that it was
 made for."""
 
-import functools
 import hmac
 import secrets
 import uuid
 
 PREFIX = "resp_"
 _NAME_LEN = 32
+_SECRET = secrets.token_bytes(32)
 
 
 def new_id(salt: str | None) -> str:
@@ -24,9 +24,4 @@ def is_of(salt: str | None, response_id: str) -> bool:
 
 def _signature(name: str, salt: str | None) -> str:
     owner = "" if salt is None else f"/{salt}"
-    return hmac.digest(_secret(), f"{name}{owner}".encode(), "sha256").hex()[:_NAME_LEN]
-
-
-@functools.cache
-def _secret() -> bytes:
-    return secrets.token_bytes(32)
+    return hmac.digest(_SECRET, f"{name}{owner}".encode(), "sha256").hex()[:_NAME_LEN]
