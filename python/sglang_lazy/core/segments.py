@@ -31,10 +31,6 @@ class Segment:
     input_ids: Sequence[int] | None = None
     label: Label | None = None
 
-    @property
-    def kind(self) -> str:
-        return _KINDS[self.is_chunk]
-
 
 class TooManyChunks(ValueError):
     """A prompt has more chunks than are allowed."""

@@ -39,7 +39,7 @@ def parse_prompt(value: Any) -> Prompt:
 
 def _to_request(segment: Any) -> dict[str, Any]:
     content = {"input_ids": list(segment.input_ids)} if segment.text is None else {"text": segment.text}
-    return {"type": segment.kind, **content}
+    return {"type": "chunk" if segment.is_chunk else "text", **content}
 
 
 def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
