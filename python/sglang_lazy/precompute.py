@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,9 +23,6 @@ from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.help import Help
 from sglang_lazy.verify.prompts import read_json_lines
-
-if TYPE_CHECKING:
-    from sglang_lazy.serving.frontend import Frontend
 
 ENGINE_FLAGS = ("--enable-hierarchical-cache", "--lazy-storage-writers", "8")
 """Flags after -- override them. Many writers slow prompts down, but none run beside this command."""
@@ -82,6 +79,8 @@ def _store(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None, pro
     Where fewer have been stored than computed, such as when the host's memory is too small for all of them, they are
     computed again in smaller groups; storage has some of them then.
     """
+    from sglang_lazy.port.serving.frontend import frontend_of  # imports SGLang
+
     num_before, new, num_hits = _num_stored(engine), set[str](), 0
     for start in range(0, len(chunks), BATCH_SIZE):
         batch, num_computed = chunks[start : start + BATCH_SIZE], len(new)
@@ -91,7 +90,7 @@ def _store(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None, pro
         _wait_until_stored(engine, num_before + num_computed)
         progress(len(batch))
     # A flush waits until everything is stored.
-    if not engine.loop.run_until_complete(_frontend_of(engine).server.flush(600)):
+    if not engine.loop.run_until_complete(frontend_of(engine.tokenizer_manager).server.flush(600)):
         raise RuntimeError("the engine did not store its chunks within ten minutes")
     if _num_stored(engine) - num_before < len(new):
         if len(chunks) == 1:
@@ -128,12 +127,6 @@ def _link() -> str:
 
     policy = get_policy(LazyConfig.current().default_link)
     return str(policy if policy.trained else computing(policy))
-
-
-def _frontend_of(engine: Any) -> "Frontend":
-    from sglang_lazy.port.serving.frontend import frontend_of  # imports SGLang
-
-    return frontend_of(engine.tokenizer_manager)
 
 
 def _num_stored(engine: Any) -> int:
