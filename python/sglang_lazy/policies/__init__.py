@@ -75,8 +75,10 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
     name = rest.partition(":")[0]
     if name not in POLICIES and name in PACKAGED:
         _load_packaged()
+        if name not in POLICIES:
+            raise UnknownPolicy(f"link {link!r:.50}: {name} needs the package sglang-lazy-policies")
     if name not in POLICIES:
-        raise _missing(link, name) if name in PACKAGED else _unknown(link)
+        raise _unknown(link)
     policy = POLICIES[name]
     if base and not policy.reuses:
         raise ValueError(f"link {link!r:.50}: {name} computes no chunks, so a preamble has no effect")
@@ -121,10 +123,6 @@ def policy_elsewhere(link: str) -> Policy:
             "These load plugins: declare an entry point in the group 'sglang.srt.plugins', whose function calls "
             "sglang_lazy.policies.register"
         ) from None
-
-
-def _missing(link: str, name: str) -> UnknownPolicy:
-    return UnknownPolicy(f"link {link!r:.50}: {name} needs the package sglang-lazy-policies")
 
 
 def _unknown(link: Any) -> UnknownPolicy:
