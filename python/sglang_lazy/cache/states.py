@@ -3,8 +3,10 @@
 A node has the state at its end. A prefix of it has none, so the node where a prefix ends must have its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import torch
 
 from sglang_lazy.cache.eviction import Evictable
 from sglang_lazy.cache.node import Node
@@ -18,10 +20,13 @@ push out chunks that many prompts share. So do those of text before chunks that 
 
 
 class StateSlots(Protocol):
-    """The pool of states.  slot_bytes: the size of a state."""
+    """The pool of states.  slot_bytes: the size of a state.  layers: the buffers of each layer, each [slots, ...]."""
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def layers(self) -> Sequence[Sequence[torch.Tensor]]: ...
 
     @property
     def slot_bytes(self) -> int: ...

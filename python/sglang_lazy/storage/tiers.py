@@ -1,7 +1,7 @@
 """The tiers below the device: chunks in host memory and, below it, in storage."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,18 +32,6 @@ class HostSize(NamedTuple):
         return int(self.num_bytes / (token_bytes + state_bytes))
 
 
-class StatesPool(Protocol):
-    """The device's pool of states."""
-
-    slot_bytes: int
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def layers(self) -> Layers: ...
-
-
 class Tiers:
     """The host tier of a chunk store, and storage below it.
 
@@ -60,22 +48,19 @@ class Tiers:
         min_hits: int,
         agree: Callable[[list[int]], list[int]],
         report: HostReport,
-        states_pool: StatesPool | None = None,
     ):
-        """Attach a host tier to `store`.
+        """Attach a host tier to `store`. Of states, if it has any, the host has as many for its KV as the device.
 
         layers: of the device's KV: the model's, and after these a draft's.
         order: of eviction.  min_hits: how often a chunk must have been used to be copied to the host.
         agree: returns the smallest of each of some numbers among all ranks, which all call it.
-        states_pool: of states; the host has as many of them for its KV as the device.
         """
-        states, state_bytes = None, 0.0
-        if store.states is not None and states_pool is not None:
-            state_bytes = states_pool.slot_bytes * states_pool.size / store.device.size
+        states, on_device = None, store.states
+        state_bytes = 0.0 if on_device is None else on_device.pool.slot_bytes * on_device.pool.size / store.device.size
         memory = HostMemory(layers, size.num_slots(layers, store.device.size, state_bytes))
-        if store.states is not None and states_pool is not None:
-            num_states = max(1, memory.slots.size * states_pool.size // store.device.size)
-            states = HostStates(store.states, HostMemory(states_pool.layers, num_states))
+        if on_device is not None:
+            num_states = max(1, memory.slots.size * on_device.pool.size // store.device.size)
+            states = HostStates(on_device, HostMemory(on_device.pool.layers, num_states))
         self.agree = agree
         self.report = report
         self.transfers = Transfers(memory, states=None if states is None else states.memory)

@@ -83,7 +83,6 @@ def new_cache(context: Any, runner: Any) -> CompositeCache:
             _MIN_HITS[get_memory().hicache_write_policy],
             smallest_among(params.tp_cache_group),
             HostReport() if plain.metrics_collector is None else measured_host(plain.metrics_collector),
-            of_states,
         )
         table.loads = tiers.transfers
         if cache.events is not None and pool is None:
