@@ -71,12 +71,12 @@ class Row:
         return self.reused_tokens / self.prompt_tokens
 
 
-def made_up(prompts: int, chunks: int, words: int, seed: int = 0) -> list[Segments]:
+def made_up(prompts: int, chunks: int, words: int) -> list[Segments]:
     """Retrieval prompts, each with distinct documents out of four prompts' worth, in random order.
 
     A document has this many `words`, of random syllables, so that nothing is reused by accident; each is some tokens.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     syllables = [first + second + third for first in "bdfgklmnprst" for second in "aeiou" for third in "lnrs"]
 
     def text(count: int) -> str:

@@ -277,7 +277,7 @@ class LinkedPrompt(NamedTuple):
 
     @classmethod
     def build_cross(
-        cls, input_ids: array, layout: PromptLayout, extra_key: str | None, adapter: str | None = None
+        cls, input_ids: array, layout: PromptLayout, extra_key: str | None, adapter: str | None
     ) -> "tuple[LinkedPrompt, array]":
         """The prompt of a model that reads chunks by cross-attention, and the ids of its text (int64).
 

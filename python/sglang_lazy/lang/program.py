@@ -34,7 +34,7 @@ class Chunk(SglConstantText):
         return f"Chunk({str.__repr__(self.value)})"
 
 
-def make_chunk(text: Any, id: Any, name: Any = None, metadata: Any = None) -> SglExpr:
+def make_chunk(text: Any, id: Any, name: Any, metadata: Any) -> SglExpr:
     """The chunk of `text`, or the registered one with this id; see `sglang_lazy.chunk`."""
     apply(_HOOKS)
     if (text is None) == (id is None):

@@ -45,13 +45,13 @@ class Middleware:
     """The middleware's HTTP application and its state.
 
     router: the router's URL.
-    hashes: set to follow workers' KV events.
+    hashes: to follow workers' KV events; None not to.
     workers: the URLs of the workers that the router reports as healthy, in its order.
     down: workers that the router failed to reach since the last periodic refresh.
     in_flight: number of requests by worker.
     """
 
-    def __init__(self, router: str, picker: Picker, hashes: BlockHashes | None = None):
+    def __init__(self, router: str, picker: Picker, hashes: BlockHashes | None):
         self.router, self.picker, self.hashes = router.rstrip("/"), picker, hashes
         self.workers: list[str] = []
         self.down: set[str] = set()

@@ -160,7 +160,7 @@ class Prompts:
         return self.planned(prompt, policy, cache_salt, labels)
 
     def planned(
-        self, prompt: TokenizedPrompt, policy: Policy, cache_salt: str | None, labels: Sequence[Label | None] = ()
+        self, prompt: TokenizedPrompt, policy: Policy, cache_salt: str | None, labels: Sequence[Label | None]
     ) -> tuple[list[int], Plan | None]:
         """The token ids and the plan of a prompt, which has none if it is an ordinary one. A prompt without chunks
         keeps its cache salt.  labels: of each chunk, or empty."""
