@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment, parse_segment
 from sglang_lazy.serving.text import divide
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt
@@ -163,17 +164,15 @@ class History(list):
         return History([*self, *answer], self.chunk_parts)
 
 
-class PlaceholderTokenizer:
+class PlaceholderTokenizer(Overlay):
     """A tokenizer that encodes the placeholder of chunk part i as the id -1 - i; otherwise the wrapped tokenizer."""
 
     def __init__(self, segment_tokenizer: SegmentTokenizer, chunk_parts: ChunkParts):
+        super().__init__(segment_tokenizer.tokenizer)
         self._segment_tokenizer = segment_tokenizer
         self._chunk_parts = chunk_parts
         self.texts: list[str] = []
         """What it has encoded."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._segment_tokenizer.tokenizer, name)
 
     def encode(self, text: Any, *args, **kwargs) -> list[int]:
         """As the wrapped tokenizer up to the first placeholder; each text after one is encoded separately."""

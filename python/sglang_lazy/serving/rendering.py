@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from sglang_lazy.core.overlay import Overlay
 from sglang_lazy.core.segments import Segment, parse_segment
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.tokenization import SegmentTokenizer
@@ -37,15 +38,12 @@ _STRIPS: Sequence[Callable[[str], str]] = (
 """From those that keep most to those that keep least, so that blanks between two chunks are found to be theirs."""
 
 
-class RecordingTokenizer:
+class RecordingTokenizer(Overlay):
     """A tokenizer that keeps the texts it should encode; otherwise the wrapped one."""
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.texts: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
         self.texts.append(text)
