@@ -72,16 +72,17 @@ class SkippedChunk(Answer):
     reason: str
 
 
-class AcceptedChunks(Answer):
+class Changes(Answer):
     requested: int
+    skipped: list[SkippedChunk]
+
+
+class AcceptedChunks(Changes):
     accepted: list[str]
-    skipped: list[SkippedChunk]
 
 
-class RegisteredChunks(Answer):
-    requested: int
+class RegisteredChunks(Changes):
     affected: list[str]
-    skipped: list[SkippedChunk]
 
 
 class DeletedChunk(Answer):
@@ -89,10 +90,8 @@ class DeletedChunk(Answer):
     state: Literal["deleted", "in use"]
 
 
-class DeletedChunks(Answer):
-    requested: int
+class DeletedChunks(Changes):
     affected: list[DeletedChunk]
-    skipped: list[SkippedChunk]
 
 
 class PinnedChunk(Answer):
@@ -101,10 +100,8 @@ class PinnedChunk(Answer):
     pinned_until: float | None
 
 
-class PinnedChunks(Answer):
-    requested: int
+class PinnedChunks(Changes):
     affected: list[PinnedChunk]
-    skipped: list[SkippedChunk]
 
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
