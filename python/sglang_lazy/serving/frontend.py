@@ -36,12 +36,10 @@ class Frontend:
         self.config, self.server = config, server
         self.prompts = Prompts(config, server)
         self.known, self.registrations, self.labels = KnownChunks(), Registrations(), Labels()
-        self.usage, self.surveys, self.pins = Usage(), Surveys(), Pins(server.ask, self._names)
+        self.usage, self.surveys = Usage(), Surveys()
+        self.pins = Pins(server.ask, lambda tenant, ids: names_of(self.labels, tenant, ids))
         self.misses, self.picker = Misses(server), Picker()
         self.shadow: Shadow | None = None
-
-    def _names(self, tenant: str | None, ids: list[str]) -> dict[str, str]:
-        return names_of(self.labels, tenant, ids)
 
     def use_shared(self, address: str) -> None:
         """Use the state that tokenizer workers share, at the address that `shared_state` has returned."""

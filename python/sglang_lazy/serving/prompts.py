@@ -36,13 +36,9 @@ class Prompts:
         self.config, self.server = config, server
         self._tokenizer: SegmentTokenizer | None = None
 
-    @functools.cached_property
-    def _default(self) -> Policy:
-        return get_policy(self.config.default_link)
-
     def policy(self, link: Any) -> Policy:
         """The policy that `link` names, or the server's default if it is None. Raises ValueError if there is none."""
-        return self._default if link is None else get_policy(link)
+        return get_policy(self.config.default_link if link is None else link)
 
     def limit(self, link: Any) -> ChunkLimit:
         """The limit on the chunks of a prompt with this `link`, which need not be valid.
