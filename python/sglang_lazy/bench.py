@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_lazy.command import engine_flags, parse
-from sglang_lazy.core.help import Help
+from sglang_lazy.core.help import parser_of
 from sglang_lazy.verify.cases import parse_prompt, read_prompts
 from sglang_lazy.verify.cost import rotate_chunks
 from sglang_lazy.verify.policies import split_policies
@@ -148,12 +148,7 @@ def table(measured: Sequence[Row]) -> str:
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and those after -- for the server. Exits if one is invalid."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_lazy.bench",
-        description=__doc__,
-        formatter_class=Help,
-        usage="%(prog)s (--model-path MODEL | --url URL) [options] [-- FLAGS]",
-    )
+    parser = parser_of("bench", __doc__, "(--model-path MODEL | --url URL) [options] [-- FLAGS]")
     where = parser.add_argument_group("what to ask").add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", metavar="MODEL", help="model to start a server with")
     where.add_argument("--url", help="running server, one of sglang_lazy.launch_server, idle")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.help import Help
+from sglang_lazy.core.help import parser_of
 from sglang_lazy.verify.prompts import read_json_lines
 
 ENGINE_FLAGS = ("--enable-hierarchical-cache", "--lazy-storage-writers", "8")
@@ -36,12 +36,7 @@ PATIENCE = 5.0
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags]:
     """Our flags, and those after -- for the engine. Exits if one is invalid."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_lazy.precompute",
-        description=__doc__,
-        formatter_class=Help,
-        usage="%(prog)s --model-path MODEL --chunks FILE -- FLAGS",
-    )
+    parser = parser_of("precompute", __doc__, "--model-path MODEL --chunks FILE -- FLAGS")
     parser.add_argument("--model-path", required=True, metavar="MODEL", help="model to start")
     parser.add_argument("--chunks", type=Path, required=True, metavar="FILE", help="JSON Lines file")
     parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to compute them with, one of --lora-paths")

@@ -10,6 +10,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=36, width=100)
 
 
+def parser_of(command: str, description: str | None, usage: str) -> argparse.ArgumentParser:
+    """A parser for `python -m sglang_lazy.COMMAND`.  usage: what follows that, in short."""
+    prog = f"python -m sglang_lazy.{command}"
+    return argparse.ArgumentParser(prog, f"{prog} {usage}", description, formatter_class=Help)
+
+
 class FirstSentences(Help):
     """Of each flag's help, only the first sentence."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from yarl import URL
 
-from sglang_lazy.core.help import Help
+from sglang_lazy.core.help import parser_of
 from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.middleware import Middleware
 from sglang_lazy.serving.picker import CAPACITY, IMBALANCE, Picker
@@ -52,12 +52,7 @@ def _hashes(tokenizer: str) -> BlockHashes:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags. Exits if one is invalid."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_lazy.routing",
-        description=__doc__,
-        formatter_class=Help,
-        usage="%(prog)s --router URL [options]",
-    )
+    parser = parser_of("routing", __doc__, "--router URL [options]")
     parser.add_argument("--router", type=_url, required=True, metavar="URL", help="URL of smg.")
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen at (default: %(default)s).")
     parser.add_argument(

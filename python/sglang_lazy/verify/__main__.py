@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import BadSetting
-from sglang_lazy.core.help import Help
+from sglang_lazy.core.help import parser_of
 from sglang_lazy.verify import Report, Thresholds, connect, verify
 from sglang_lazy.verify.cases import parse_prompt, read_prompts
 from sglang_lazy.verify.policies import parse_policies
@@ -26,12 +26,7 @@ from sglang_lazy.verify.policies import parse_policies
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags | None]:
     """Our flags, and those after -- for the engine, if there is to be one. Exits if one is invalid."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_lazy.verify",
-        description=__doc__,
-        formatter_class=Help,
-        usage="%(prog)s (--model-path M | --url URL) --prompts FILE [options] [-- FLAGS]",
-    )
+    parser = parser_of("verify", __doc__, "(--model-path M | --url URL) --prompts FILE [options] [-- FLAGS]")
     what = parser.add_argument_group("what to compare")
     where = what.add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", metavar="MODEL", help="model to start")
