@@ -71,9 +71,9 @@ class Server:
         return self.held()[1] - passes
 
     @contextlib.contextmanager
-    def slowly(self):
+    def slowly(self, seconds=0.05):
         """Long passes, so that a client finds a prompt half computed."""
-        assert self.post("/slow_down", forward_sleep_time=0.05).ok
+        assert self.post("/slow_down", forward_sleep_time=seconds).ok
         try:
             yield
         finally:
@@ -197,15 +197,17 @@ def test_the_last_place_goes_to_a_prompt_whose_chunk_is_missing(server, link):
     """And to one with cached chunks, whose policy probes: neither waits for another's whole answer."""
     assert server.settled() <= 1
     num_others = server.places - 1
-    busy = {"sampling_params": params(min(1200, 2400 // num_others)), "stream": True}
-    others = [Stream(server, f"other {i}", input_ids=[5, 6, 7 + i], **busy) for i in range(num_others)]
-    assert wait_for(lambda: server.held()[0].get("running") == num_others, PATIENCE)
-    document = ids("chunk", *server.tokens(40))
-    for _ in range(3):
-        more = [ids("chunk", *server.tokens(20))] if link == "block" else []
-        segments = [document, *more, ids("text", *server.tokens(5))]
-        assert server.post("/generate", segments=segments, link=link, sampling_params=params(2)).ok
-        assert server.held()[0].get("requests") == num_others, "it has waited until another one was answered"
+    num_tokens = min(1200, 2400 // num_others)
+    busy = {"sampling_params": params(num_tokens), "stream": True}
+    with server.slowly(PATIENCE / num_tokens):  # their answers outlast our patience: none ends before
+        others = [Stream(server, f"other {i}", input_ids=[5, 6, 7 + i], **busy) for i in range(num_others)]
+        assert wait_for(lambda: server.held()[0].get("running") == num_others, PATIENCE), server.held()
+        document = ids("chunk", *server.tokens(40))
+        for _ in range(3):
+            more = [ids("chunk", *server.tokens(20))] if link == "block" else []
+            segments = [document, *more, ids("text", *server.tokens(5))]
+            assert server.post("/generate", segments=segments, link=link, sampling_params=params(2)).ok
+            assert server.held()[0].get("requests") == num_others, "it has waited until another one was answered"
     for stream in others:
         stream.abort()
         stream.read()
