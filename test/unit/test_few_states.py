@@ -192,6 +192,20 @@ def test_a_parent_claims_the_states_of_all_chunks_of_a_fill():
     assert lost(loop) == 0
 
 
+@pytest.mark.parametrize(("num_states", "num_admitted"), [(3, 2), (2, 1)])
+def test_a_parent_that_shares_a_fill_waits_for_the_states_of_all_its_chunks(num_states, num_admitted):
+    """Its own missing chunks would fit, but one of the fill is wanted by a parent that comes later by now."""
+    loop = Loop(num_states=num_states)
+    first = loop.submit([A, B, QUESTION], "p0", max_new_tokens=1)
+    assert loop.visible(), "the first is admitted, and its fill does not run yet"
+    second = loop.submit([A, C, QUESTION], "p1", max_new_tokens=1)
+    loop.waiting_queue.reverse()
+    loop.visible()
+    assert loop.admission.holders == [first, second][:num_admitted]
+    loop.run()
+    assert lost(loop) == 0
+
+
 def test_a_batch_takes_only_so_many_pieces():
     """Fills are cut, and requests wait; one that alone has too many is refused."""
     loop = Loop(num_states=8, max_pieces=2)
