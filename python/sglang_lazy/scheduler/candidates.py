@@ -157,7 +157,7 @@ class Candidates:
             state, images = linked(req), self.budget.facts.has_media(req)
             return state is not None and state.recomputes, images and masks_images
 
-        if chunked is None and not self.requests:
+        if not self.requests:
             return []
         first = kind(chunked or next(iter(self.requests)))
         select = filter if chunked is None else itertools.takewhile  # prefills cut in turn would pass others for ever
