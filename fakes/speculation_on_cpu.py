@@ -26,6 +26,9 @@ def load() -> None:
     from sglang.srt.speculative import eagle_utils
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
+    from sglang_lazy.port import cpu
+
+    cpu.has_draft_kernels = lambda device: True
     for home, new in KERNELS.items():
         replace(importlib.import_module(home.rpartition(".")[0]), home.rpartition(".")[2], new)
     eagle_utils._is_cpu = True  # verifies by the best token, without kernels that sample

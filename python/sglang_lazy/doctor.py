@@ -11,16 +11,14 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 
 import torch
 
 from sgl_kernel_lazy.cuda import jit
-from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.help import Help
-from sglang_lazy.launch_server import parse_args, sglangs_parser
+from sglang_lazy.launch_server import activate, checked_args, parse_args
 
 PROG = "python -m sglang_lazy.doctor"
 
@@ -40,35 +38,6 @@ def _kernels(lacks: str | None) -> str:
     return "CUDA kernels" if lacks is None else f"Triton kernels ({lacks})"
 
 
-def refusals(config: LazyConfig, rest: Sequence[str]) -> str | None:
-    """What a server with these flags would say before it ends, or None if it would load the model.
-
-    rest: the flags for SGLang.
-    """
-    from sglang_lazy.port import plugin
-
-    warnings.filterwarnings("ignore", module=r"sglang\.")  # of what other machines have
-    try:
-        plugin.activate(config)
-    except RuntimeError as error:
-        return str(error)
-
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    from sglang_lazy.port.flag_checks import check_start
-
-    load_plugins()
-    sglangs_parser(PROG).parse_args(rest)
-    try:
-        server_args = prepare_server_args(list(rest))
-        check_start(config, server_args)
-    # SGLang raises any of these for flags, a machine or a model that do not fit; OSError if the model is not there.
-    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
-        return str(error) or f"SGLang has not explained: {traceback.extract_tb(error.__traceback__)[-1].line}"
-    return None
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the machine, and what the flags would lead to; exit with the verdict."""
     argv = sys.argv[1:] if argv is None else argv
@@ -81,12 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         parser.parse_args(["--help"])
     config, rest = parse_args(argv, PROG)
-    print("\n".join(machine()))
-    if not any(flag.partition("=")[0] in ("--model-path", "--model", "--config") for flag in rest):
-        print("No model was named: with --model-path, its configuration and your flags are checked, too.")
-        return
-    if (refused := refusals(config, rest)) is not None:
-        print(f"refused: {refused}")
+    print("\n".join(machine()), flush=True)
+    warnings.filterwarnings("ignore", module=r"sglang\.")  # of what other machines have
+    try:
+        parser = activate(config, PROG)
+        if not parser.parse_args(["--model-path", "", *rest]).model_path:
+            print("No model was named: with --model-path, its configuration and your flags are checked, too.")
+            return
+        checked_args(config, rest, parser)
+    except (RuntimeError, ValueError) as error:
+        print(f"refused: {error}")
         sys.exit(1)
     print("fit: a server with these flags would load the model, and then check its layers")
 

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,46 +88,60 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
     return argv
 
 
-def sglangs_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """A parser of SGLang's flags, whose errors take a line: SGLang's own prints five hundred first.
+def activate(config: LazyConfig, prog: str = PROG) -> argparse.ArgumentParser:
+    """Activate the plugin. Returns a parser of SGLang's flags, whose errors take a line: SGLang's own prints five
+    hundred first. Raises RuntimeError for another SGLang than the plugin's.
 
     prog: the command that errors name.
     """
+    plugin.activate(config)
+
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
+    load_plugins()
     parser = argparse.ArgumentParser(prog=prog, usage=_USAGE)
     ServerArgs.add_cli_args(parser)
     return parser
+
+
+def checked_args(config: LazyConfig, rest: Sequence[str], parser: argparse.ArgumentParser) -> Any:
+    """SGLang's `ServerArgs`, checked as far as that goes without the model's weights.
+
+    rest: the flags for SGLang.  parser: of `activate`. Exits if a flag is invalid. Raises ValueError if a server with
+    these flags cannot start, with the reason.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_lazy.policies import get_policy
+    from sglang_lazy.port.flag_checks import check_start
+
+    parser.parse_args(rest)
+    try:
+        get_policy(config.default_link)  # a plugin of SGLang's may have added it
+    except ValueError as error:
+        parser.error(f"{flag('default_link')}: {error}")
+    try:
+        server_args = prepare_server_args(list(rest))
+        check_start(config, server_args)
+    # SGLang raises any of these for flags, a machine or a model that do not fit; OSError if the model is not there.
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(str(error) or f"SGLang has not explained: {line}") from error
+    return server_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the server and serve until it is stopped."""
     config, rest = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        plugin.activate(config)
-    except RuntimeError as error:
+        server_args = checked_args(config, rest, activate(config))
+    except (RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
 
     from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_lazy.policies import get_policy
-    from sglang_lazy.port.flag_checks import check_start
-
-    load_plugins()
-    parser = sglangs_parser()
-    parser.parse_args(rest)
-    server_args = prepare_server_args(rest)
-    try:
-        get_policy(config.default_link)  # a plugin of SGLang's may have added it
-    except ValueError as error:
-        parser.error(f"{flag('default_link')}: {error}")
-    try:
-        check_start(config, server_args)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     try:
         run_server(server_args)
     finally:

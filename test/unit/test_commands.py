@@ -77,6 +77,10 @@ def test_a_model_is_judged_without_its_weights(without_weights):
     assert status == 0 and "\nfit: " in said, said
 
 
+DRAFTING = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+"""With these drafts are a chain, as linked rows want it."""
+
+
 @pytest.mark.parametrize(
     "changes, flags, reason",
     [
@@ -85,6 +89,10 @@ def test_a_model_is_judged_without_its_weights(without_weights):
         ({}, ["--lazy-default-link", "kvlink"], "this model was not trained for it"),
         ({}, ["--lazy-shadow-rate", "0.1"], "add --enable-metrics"),
         ({}, ["--enable-mis"], "Multi-item scoring requires flashinfer"),  # SGLang asserts it
+        ({}, ["--speculative-algorithm", "EAGLE3", *DRAFTING], "SGLang has its kernels for GPUs alone"),
+        ({}, ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"], "kernels for GPUs alone"),
+        ({}, ["--enable-lora"], "you need to specify both --max-lora-rank and --lora-target-modules"),
+        ({}, ["--retraction-policy", "priority"], "requires --enable-priority-scheduling"),
     ],
 )
 def test_what_a_server_would_refuse_is_named(without_weights, changes, flags, reason):
@@ -93,10 +101,17 @@ def test_what_a_server_would_refuse_is_named(without_weights, changes, flags, re
     assert "Traceback" not in said and "UserWarning" not in said, said
 
 
-def test_a_flag_of_sglangs_that_is_wrong_takes_a_line(without_weights):
-    status, said = doctor("--device", "cpu", "--model-path", without_weights(), "--tp-sizzle", "2")
+@pytest.mark.parametrize("has_model", [True, False], ids=["with a model", "without"])
+def test_a_flag_of_sglangs_that_is_wrong_takes_a_line(without_weights, has_model):
+    model = ["--model-path", without_weights()] if has_model else []
+    status, said = doctor("--device", "cpu", *model, "--tp-sizzle", "2")
     assert status == 2 and "sglang_lazy.doctor: error: unrecognized arguments: --tp-sizzle 2\n" in said, said
     assert "--help-all" in said and "--schedule-policy" not in said
+
+
+def test_without_a_model_the_doctor_judges_the_machine():
+    status, said = doctor("--device", "cpu", "--page-size", "16")
+    assert status == 0 and "No model was named" in said and "refused" not in said, said
 
 
 def test_a_flag_that_is_wrong_ends_the_doctor():

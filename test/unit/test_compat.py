@@ -11,10 +11,9 @@ import torch
 import transformers
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.lfm2 import Lfm2Config
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
@@ -23,6 +22,9 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from oracle.models import MODELS
+from oracle.models.build import build_model
+from oracle.models.hybrids import HYBRIDS
 from sglang_lazy.attention.kernels import unfit_kernels
 from sglang_lazy.core.config import ENV_VAR
 from sglang_lazy.core.policy import ServerTraits, refusal
@@ -303,15 +305,34 @@ def test_gated_delta_rules_fit_drafts(algorithm, fits):
     assert "--speculative-algorithm" in given
 
 
-def test_recurrent_layers_of_a_model_that_drafts(monkeypatch):
-    """It may have none; those of a model of its own have no states of their own in SGLang."""
-    monkeypatch.setattr(recurrent, "table_of", lambda pool: SimpleNamespace(recurrent=object()))
-    drafting = SimpleNamespace(
-        req_to_token_pool=None, is_draft_worker=True, spec_algorithm=SpeculativeAlgorithm.STANDALONE
+@pytest.mark.parametrize(
+    "target, algorithm, draft, reason",
+    [
+        ("llama", "EAGLE3", None, "LlamaForCausalLM has no layer that drafts"),
+        ("llama", "EAGLE", None, "LlamaForCausalLM has no layer that drafts"),
+        ("llama", "STANDALONE", None, "LlamaForCausalLM has no layer that drafts"),
+        ("llama", "STANDALONE", "llama", None),
+        ("llama", "STANDALONE", "qwen3.5", None),
+        ("llama", "NGRAM", None, None),
+        ("qwen3.5", "EAGLE", None, None),
+        ("qwen3.5", "STANDALONE", "llama", None),
+        ("qwen3.5", "STANDALONE", "qwen3.5", "its recurrent layers would share the model's states"),
+    ],
+)
+def test_models_that_draft(model_dir, target, algorithm, draft, reason):
+    """Their configuration suffices to refuse them, and SGLang reads it as before."""
+    folder = {name: build_model({**MODELS, **HYBRIDS}[name], model_dir) for name in {target, draft or target}}
+    args = ServerArgs(
+        model_path=folder[target],
+        device="cpu",
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=draft and folder[draft],
     )
-    assert recurrent.with_states("attention alone", drafting) == "attention alone"
-    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
-        recurrent.with_states(object.__new__(HybridLinearAttnBackend), drafting)
+    config = ModelConfig.from_server_args(args)
+    before = compat.architecture(config)
+    given = compat.unfit_draft(args, config)
+    assert len(given) == (reason is not None) and all(reason in one for one in given)
+    assert before == compat.architecture(config) == compat.architecture(ModelConfig.from_server_args(args))
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,17 @@ def test_what_the_plugin_adds_to_the_flags():
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: ["a flag"])
     monkeypatch.setattr(flag_checks, "unfit_states", lambda args, config: [])
+    monkeypatch.setattr(flag_checks, "unfit_draft", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "model_config_of", lambda args: None)
     monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: ["a model"])
     monkeypatch.setattr(flag_checks, "known_traits", lambda config: ServerTraits(recurrent=True))
     args = SimpleNamespace(
-        device="cpu", grammar_backend="llguidance", radix_cache_backend="lazy", resolve_once=lambda: None
+        device="cpu",
+        grammar_backend="llguidance",
+        radix_cache_backend="lazy",
+        resolve_once=lambda: None,
+        check_server_args=lambda: None,
+        speculative_algorithm=None,
     )
     with pytest.raises(Unfit, match="a flag\n.*a model\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         flag_checks.check_start(LazyConfig(kernels="cuda"), args)
@@ -148,6 +154,8 @@ def no_start(monkeypatch):
         skip_tokenizer_init=False,
         model_path="m",
         resolve_once=lambda: None,
+        check_server_args=lambda: None,
+        speculative_algorithm=None,
     )
     monkeypatch.setattr(flag_checks, "model_config_of", lambda args: SimpleNamespace(vocab_size=400))
     monkeypatch.setattr(selftest, "of_engine", lambda engine: None)
@@ -157,6 +165,7 @@ def no_start(monkeypatch):
     monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
     monkeypatch.setattr(flag_checks, "unfit_states", lambda args, config: [])
+    monkeypatch.setattr(flag_checks, "unfit_draft", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: [])
     monkeypatch.setattr(flag_checks, "known_traits", lambda config: ServerTraits())
     return args

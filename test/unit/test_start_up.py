@@ -37,7 +37,7 @@ def fits(monkeypatch):
     return SimpleNamespace(
         req_to_token_pool=pool,
         token_to_kv_pool=None,
-        server_args=SimpleNamespace(enable_mixed_chunk=False),
+        server_args=SimpleNamespace(enable_mixed_chunk=False, speculative_algorithm=None),
         spec_algorithm=SpeculativeAlgorithm.NONE,
         is_draft_worker=False,
         model=torch.nn.Module(),

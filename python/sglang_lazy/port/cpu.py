@@ -37,6 +37,11 @@ def backends_for_cpu(flags: Any) -> dict[str, str]:
     return chosen
 
 
+def has_draft_kernels(device: str) -> bool:
+    """Whether SGLang has kernels that draft and verify: its wheels have them for GPUs alone."""
+    return device != "cpu"
+
+
 def replace_triton(args: Any, resolve: Callable[[Any], None]) -> None:
     """Around SGLang's resolution of the attention backend, after its check that the model supports it: on a CPU,
     replace triton by torch_native. For Gemma 4, SGLang accepts only GPU backends.

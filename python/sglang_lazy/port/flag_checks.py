@@ -1,6 +1,7 @@
 """Before SGLang starts: flags from a configuration file, and checks that do not need the model's weights."""
 
 import argparse
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,9 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.policy import refusal
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port import cpu
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import known_traits, unfit_config, unfit_flags
+from sglang_lazy.port.model.compat import known_traits, unfit_config, unfit_draft, unfit_flags
 from sglang_lazy.port.model.recurrent import unfit_states
 from sglang_lazy.serving.keys import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
@@ -41,7 +43,10 @@ def check_start(config: LazyConfig, args: ServerArgs, in_process: bool = False) 
             "--grammar-backend xgrammar masks tokens on a GPU: on a CPU, leave it out or use llguidance or outlines"
         )
     args.resolve_once()
+    copy.deepcopy(args).check_server_args()  # as SGLang will: it parses the adapters' paths then, but only once
     flags = flags_of(args)
+    if flags.speculative_algorithm is not None and not cpu.has_draft_kernels(flags.device):
+        raise ValueError("--speculative-algorithm: SGLang has its kernels for GPUs alone, so leave it out on a CPU")
     if flags.radix_cache_backend is None:
         raise ValueError("server_args: SGLang has resolved them before sglang-lazy was active; pass them unresolved")
     if config.keys:
@@ -52,6 +57,7 @@ def check_start(config: LazyConfig, args: ServerArgs, in_process: bool = False) 
         return
     model_config = model_config_of(args)
     model = unfit_states(args, model_config) + unfit_config(model_config, untested=config.untested_model)
+    model += unfit_draft(args, model_config)
     if refused := refusal(get_policy(config.default_link), known_traits(model_config)):
         model.append(f"--lazy-default-link {config.default_link}: {refused}")
     kernels = jit.missing(torch.device(flags.device)) if config.kernels == "cuda" else None

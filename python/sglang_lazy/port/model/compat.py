@@ -168,6 +168,29 @@ def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
     return reasons
 
 
+def unfit_draft(args: ServerArgs, config: ModelConfig) -> list[str]:
+    """Reasons in the model that drafts, as far as its configuration tells them.  config: of the model that verifies."""
+    flags = flags_of(args)
+    if flags.speculative_algorithm in (None, "NGRAM"):
+        return []
+    path = flags.speculative_draft_model_path
+    draft = ModelConfig.from_server_args(
+        args,
+        model_path=path,
+        model_revision=flags.speculative_draft_model_revision,
+        is_draft_model=True,
+        context_length=config.context_len,
+    )
+    wanted = {
+        f"--speculative-algorithm {flags.speculative_algorithm}: {architecture(config)} has no layer that drafts, so "
+        "it needs a --speculative-draft-model-path": path is None and architecture(draft) == architecture(config),
+        "--speculative-draft-model-path: its recurrent layers would share the model's states": (
+            flags.speculative_algorithm == "STANDALONE" and None not in (Recurrence.of(config), Recurrence.of(draft))
+        ),
+    }
+    return [reason for reason, applies in wanted.items() if applies]
+
+
 def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     """Reasons in the model that a `ModelRunner` has loaded, and in how it runs this model.
 

@@ -31,7 +31,7 @@ from sglang_lazy.port.comb.pool import ChunkPool, chunk_pool_of, num_cross_layer
 from sglang_lazy.port.facts import flags_of, pass_of, tp_size
 from sglang_lazy.port.hooks import Hooks
 from sglang_lazy.port.model.attention import KeysStored, with_link_path
-from sglang_lazy.port.model.compat import architecture, known_traits, unfit_flags, unfit_model
+from sglang_lazy.port.model.compat import architecture, known_traits, unfit_draft, unfit_flags, unfit_model
 from sglang_lazy.port.model.latents import LatentAttention
 from sglang_lazy.port.model.layers import attention_layers, check_layers, describe_layers, window_of
 from sglang_lazy.port.model.recurrent import RecurrentLayers, has_latents, state_layout, unfit_states
@@ -88,7 +88,8 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
 
     backend: SGLang's own attention.
     """
-    reasons = unfit_flags(runner.server_args) + unfit_states(runner.server_args, runner.model_config)
+    args, model_config = runner.server_args, runner.model_config
+    reasons = unfit_flags(args) + unfit_states(args, model_config) + unfit_draft(args, model_config)
     if reasons := reasons + unfit_model(runner, untested=config.untested_model):
         raise Unfit(reasons)
     default = policy_elsewhere(config.default_link)

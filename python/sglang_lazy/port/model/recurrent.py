@@ -322,13 +322,11 @@ LINKS = {
 def with_states(backend: Any, runner: Any, *_args: Any) -> Any:
     """After `attn_backend_wrapper`, which adds the backend of recurrent layers: have it know of chunks.
 
-    Raises ValueError for recurrent layers that chunks do not serve, or of a draft that is a model of its own.
+    Raises ValueError for recurrent layers that chunks do not serve.
     """
     table: SegmentTable | None = table_of(runner.req_to_token_pool)
     has_states = isinstance(backend, HybridLinearAttnBackend)  # a model that drafts may have no recurrent layers
     if has_states and table is not None and table.recurrent is not None:
-        if runner.is_draft_worker and runner.spec_algorithm.is_standalone():
-            raise ValueError("--speculative-draft-model-path: its recurrent layers would share the model's states")
         linear = backend.linear_attn_backend
         stock = type(linear)
         if stock not in LINKS:
