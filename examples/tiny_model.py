@@ -5,6 +5,7 @@ python examples/tiny_model.py    # builds the random-weight model on first use a
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sample import load_sample
 
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing import tiny_model as recipe
+from sglang_lazy.verify import connect
 
 CACHE = recipe.CACHE
 
@@ -46,8 +48,14 @@ def tiny_server(
 
 
 def server_or_tiny(url: str | None, *flags: str) -> contextlib.AbstractContextManager[str]:
-    """The running server at `url`, or a new `tiny_server` if it is None."""
-    return contextlib.nullcontext(url) if url else tiny_server(*flags)
+    """The running server at `url`, or a new `tiny_server` if it is None. Exits if there is none at `url`."""
+    if not url:
+        return tiny_server(*flags)
+    try:
+        connect(url)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    return contextlib.nullcontext(url)
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> list[Sample]:
 
     from sglang_lazy.testing import Client, ServerError
     from sglang_lazy.verify import connect
+    from sglang_lazy.verify.remote import no_answer
 
     with _server(args, flags) as url:
         generate = connect(url, args.api_key)  # to have refusals in the server's words
@@ -225,8 +226,10 @@ def run(args: argparse.Namespace, flags: list[str]) -> list[Sample]:
         try:
             list(measure(ask, prompts[:1], links))  # kernels are compiled, or loaded, at their first use
             return list(measure(ask, prompts, links))
-        except (ServerError, requests.RequestException) as error:
+        except ServerError as error:
             raise ValueError(str(error)) from None
+        except requests.RequestException as error:
+            raise ValueError(no_answer(url, error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import requests
+import urllib3
 
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.verify.cost import Generate
@@ -24,7 +25,7 @@ def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Gener
         try:
             return session.request(method, url.rstrip("/") + path, json=body, timeout=timeout)
         except requests.RequestException as error:
-            raise ValueError(f"no answer from {url}: {error}") from None
+            raise ValueError(no_answer(url, error)) from None
 
     def generate(**fields: Any) -> Any:
         response = call("POST", "/generate", fields)
@@ -46,3 +47,16 @@ def _reason(response: requests.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return response.text[:500]
+
+
+def no_answer(url: str, error: requests.RequestException) -> str:
+    """A sentence about a server that does not answer, with its URL, and what to do about `error`."""
+    if isinstance(error, requests.Timeout):
+        return f"{url} has not answered in time: the server is busy or hangs, of which its log may say more"
+    if isinstance(error, requests.exceptions.SSLError):
+        return f"{url} has no TLS certificate to trust: a server without --ssl-certfile is at http://"
+    if isinstance(error, requests.ConnectionError) and isinstance(error.args[0], urllib3.exceptions.MaxRetryError):
+        return f"no server answers at {url}: start one with sglang-lazy serve, or correct the URL"
+    if isinstance(error, requests.ConnectionError | requests.exceptions.ChunkedEncodingError):
+        return f"{url} has broken off: the end of the server's log says why"
+    return f"no answer from {url}: {error}"
