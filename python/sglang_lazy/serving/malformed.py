@@ -6,10 +6,9 @@ import functools
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
-from fastapi.responses import ORJSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
 from sglang_lazy.serving.validation import told
@@ -125,10 +124,12 @@ def check_detokenized(tokens: Sequence[Any]) -> None:
                 raise ValueError(f"{token} is not a token id")
 
 
-def refusing(endpoint: Callable, check: Callable[[dict[str, Any]], Awaitable[None]]) -> Callable:
+def refusing(
+    endpoint: Callable, check: Callable[[dict[str, Any]], Awaitable[None]], refuse: Callable[[str], Any]
+) -> Callable:
     """`endpoint`, answering requests that it cannot read with a 400. A stream begins only with its first event.
 
-    check: raises ValueError for parameters of the endpoint, by name.
+    check: raises ValueError for parameters of the endpoint, by name.  refuse: the answer that gives a reason.
     """
 
     @functools.wraps(endpoint)
@@ -141,7 +142,7 @@ def refusing(endpoint: Callable, check: Callable[[dict[str, Any]], Awaitable[Non
                     events: Any = response.body_iterator
                     response.body_iterator = _resume(await anext(events, b""), events)
         except ValueError as error:
-            return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
+            return refuse(str(error))
         return response
 
     return read

@@ -148,6 +148,28 @@ CASES = {
 }
 
 
+OPENAI_LIKE = {
+    "/v1/embeddings": {"model": "m", "input": "Who?"},
+    "/v1/classify": {"model": "m", "input": "Who?"},
+    "/v1/rerank": {"query": "Who?", "documents": ["a"]},
+    "/v1/score": {"model": "m", "query": "Who?", "items": ["a"]},
+    "/tokenize": {"model": "m", "prompt": "Who?"},
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+}
+
+
+@pytest.mark.parametrize("path", OPENAI_LIKE)
+def test_openais_routes_refuse_in_one_form(server, path):
+    """Clients of OpenAI's API read `message`, wherever a fault was found; as SGLang has it in its own refusals."""
+    body = {"lnik": "full", **OPENAI_LIKE[path]}
+    answer = requests.post(server + path, json=body, timeout=60)
+    refused = answer.json()
+    message = refused.pop("message")
+    assert answer.status_code == 400 and "unknown field 'lnik'" in message, message
+    assert refused == {"object": "error", "type": "BadRequestError", "param": None, "code": 400}
+
+
 PART = {"role": "user", "content": [{"type": "chonk", "text": "x"}]}
 TOLD = {
     "chat, a part of no type": ("/v1/chat/completions", {**CHAT, "messages": [PART]}, "messages[0].content[0].type: "),

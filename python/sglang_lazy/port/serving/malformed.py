@@ -15,6 +15,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.openai.protocol import ErrorResponse
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -147,21 +148,43 @@ async def refuse_invalid(request: Request, error: Exception) -> Response:
     return ORJSONResponse({"error": content} if in_responses else {"object": "error", **content}, status)
 
 
-REFUSING = {
-    endpoint: malformed.refusing(endpoint, _check_body)
-    for endpoint in (
+def _as_of_generate(reason: str) -> Response:
+    return ORJSONResponse({"error": {"message": reason}}, HTTPStatus.BAD_REQUEST)
+
+
+def _as_of_openai(reason: str) -> Response:
+    error = ErrorResponse(message=reason, type="BadRequestError", code=HTTPStatus.BAD_REQUEST)
+    return ORJSONResponse(error.model_dump(), HTTPStatus.BAD_REQUEST)
+
+
+def _as_of_tools(reason: str) -> Response:
+    raise HTTPException(HTTPStatus.BAD_REQUEST, reason)
+
+
+_REFUSALS = {
+    _as_of_generate: (
         http_server.classify_request,
         http_server.encode_request,
         http_server.ollama_chat,
         http_server.ollama_generate,
+        http_server.vertex_generate,
+    ),
+    _as_of_openai: (
         http_server.openai_v1_classify,
         http_server.openai_v1_embeddings,
         http_server.openai_v1_tokenize,
-        http_server.parse_function_call_request,
-        http_server.separate_reasoning_request,
         http_server.v1_rerank_request,
         http_server.v1_score_request,
-        http_server.vertex_generate,
-    )
+    ),
+    _as_of_tools: (
+        http_server.parse_function_call_request,
+        http_server.separate_reasoning_request,
+    ),
 }
-"""By SGLang's endpoint, its replacement. None of these endpoints takes chunks."""
+"""By how SGLang words its own refusals there, its endpoints that take no chunks."""
+REFUSING = {
+    endpoint: malformed.refusing(endpoint, _check_body, refuse)
+    for refuse, endpoints in _REFUSALS.items()
+    for endpoint in endpoints
+}
+"""By SGLang's endpoint, its replacement."""
