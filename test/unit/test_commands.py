@@ -77,6 +77,11 @@ def test_a_model_is_judged_without_its_weights(without_weights):
     assert status == 0 and "\nfit: " in said, said
 
 
+COMB = {
+    "architectures": ["CombLlamaForConditionalGeneration"],
+    "model_type": "combllama",
+    "cross_attention_layers": [0],
+}
 DRAFTING = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 """With these drafts are a chain, as linked rows want it."""
 
@@ -91,6 +96,7 @@ DRAFTING = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--
         ({}, ["--enable-mis"], "Multi-item scoring requires flashinfer"),  # SGLang asserts it
         ({}, ["--speculative-algorithm", "EAGLE3", *DRAFTING], "SGLang has its kernels for GPUs alone"),
         ({}, ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"], "kernels for GPUs alone"),
+        (COMB, ["--enable-torch-compile"], "without the cross layers before them"),
         ({}, ["--enable-lora"], "you need to specify both --max-lora-rank and --lora-target-modules"),
         ({}, ["--retraction-policy", "priority"], "requires --enable-priority-scheduling"),
     ],

@@ -692,15 +692,15 @@ def test_flags_unfit_for_a_chunk_encoder(flag, value, reason):
     architecture = "CombLlamaForConditionalGeneration"
     comb, other = runner(Layer(plain_rope()), architecture=architecture), runner(Layer(plain_rope()))
     comb.model_config.hf_config.cross_attention_layers = [0]
-    unset = dict(enable_lora=None, enable_torch_compile=False)
+    unset = dict(enable_lora=None, enable_torch_compile=False, speculative_algorithm=None)
     for given in (comb, other):
         vars(given.server_args).update(unset)
         given.lora_manager = SimpleNamespace(target_modules={"qkv_proj", "embed_tokens"})
     assert compat.unfit_model(comb) == []
-    comb.spec_algorithm = SpeculativeAlgorithm.EAGLE
+    comb.server_args.speculative_algorithm = "EAGLE"
     (given,) = compat.unfit_model(comb)
     assert "--speculative-algorithm" in given
-    comb.spec_algorithm = SpeculativeAlgorithm.NONE
+    comb.server_args.speculative_algorithm = None
     setattr(comb.server_args, flag, value)
     setattr(other.server_args, flag, value)
     (given,) = compat.unfit_model(comb)

@@ -80,7 +80,7 @@ def test_formats_of_experts_are_listed(name):
 def test_every_refused_flag_is_listed():
     """All that the checks read of flags and the environment is on the page, as a user spells it."""
     source = "".join(
-        map(inspect.getsource, (compat.unfit_flags, compat._unfit_tiers, compat._unfit_latents, recurrent.unfit_states))
+        map(inspect.getsource, (compat.unfit_flags, compat._unfit_tiers, compat.unfit_together, recurrent.unfit_states))
     )
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

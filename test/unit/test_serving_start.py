@@ -116,6 +116,7 @@ def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: ["a flag"])
     monkeypatch.setattr(flag_checks, "unfit_states", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "unfit_draft", lambda args, config: [])
+    monkeypatch.setattr(flag_checks, "unfit_together", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "model_config_of", lambda args: None)
     monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: ["a model"])
     monkeypatch.setattr(flag_checks, "known_traits", lambda config: ServerTraits(recurrent=True))
@@ -166,6 +167,7 @@ def no_start(monkeypatch):
     monkeypatch.setattr(flag_checks, "unfit_flags", lambda args: [])
     monkeypatch.setattr(flag_checks, "unfit_states", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "unfit_draft", lambda args, config: [])
+    monkeypatch.setattr(flag_checks, "unfit_together", lambda args, config: [])
     monkeypatch.setattr(flag_checks, "unfit_config", lambda config, untested: [])
     monkeypatch.setattr(flag_checks, "known_traits", lambda config: ServerTraits())
     return args

@@ -16,7 +16,7 @@ from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import cpu
 from sglang_lazy.port.facts import flags_of
-from sglang_lazy.port.model.compat import known_traits, unfit_config, unfit_draft, unfit_flags
+from sglang_lazy.port.model.compat import known_traits, unfit_config, unfit_draft, unfit_flags, unfit_together
 from sglang_lazy.port.model.recurrent import unfit_states
 from sglang_lazy.serving.keys import check_keys
 from sglang_lazy.serving.trained_tokens import tokens_for
@@ -57,7 +57,7 @@ def check_start(config: LazyConfig, args: ServerArgs, in_process: bool = False) 
         return
     model_config = model_config_of(args)
     model = unfit_states(args, model_config) + unfit_config(model_config, untested=config.untested_model)
-    model += unfit_draft(args, model_config)
+    model += unfit_together(args, model_config) + unfit_draft(args, model_config)
     if refused := refusal(get_policy(config.default_link), known_traits(model_config)):
         model.append(f"--lazy-default-link {config.default_link}: {refused}")
     kernels = jit.missing(torch.device(flags.device)) if config.kernels == "cuda" else None

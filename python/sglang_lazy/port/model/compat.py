@@ -168,6 +168,25 @@ def unfit_config(config: ModelConfig, *, untested: bool = False) -> list[str]:
     return reasons
 
 
+def unfit_together(args: ServerArgs, config: ModelConfig) -> list[str]:
+    """Reasons in flags that this model does not go with, which are known before its weights are."""
+    flags, latents, crosses = flags_of(args), has_latents(config), num_cross_layers(config) > 0
+    wanted = {
+        "--attention-backend flashinfer: it expands the latents of prompts without a cached prefix, which those with "
+        "chunks cannot have; --flashinfer-mla-disable-ragged has it read them": (
+            latents and "flashinfer" in attention_backends(args) and not flags.flashinfer_mla_disable_ragged
+        ),
+        "--enable-mixed-chunk with MLA: SGLang's attention may not have room for all pieces": (
+            latents and flags.enable_mixed_chunk
+        ),
+        "--speculative-algorithm with cross-attention: not tested": crosses and flags.speculative_algorithm is not None,
+        "--enable-torch-compile: it would compile layers without the cross layers before them": (
+            crosses and flags.enable_torch_compile
+        ),
+    }
+    return [reason for reason, applies in wanted.items() if applies]
+
+
 def unfit_draft(args: ServerArgs, config: ModelConfig) -> list[str]:
     """Reasons in the model that drafts, as far as its configuration tells them.  config: of the model that verifies."""
     flags = flags_of(args)
@@ -197,7 +216,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     untested: whether architectures outside TESTED are allowed.
     """
     config = runner.model_config
-    reasons = unfit_config(config, untested=untested)
+    reasons = unfit_config(config, untested=untested) + unfit_together(runner.server_args, config)
     latents = has_latents(config)
     if config.attention_arch == AttentionArch.MLA and not latents:
         return reasons  # what follows reads keys and values by heads
@@ -216,14 +235,10 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
         flags = flags_of(runner.server_args)
-        if not runner.spec_algorithm.is_none():
-            reasons.append("--speculative-algorithm with cross-attention: not tested")
         if flags.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules:
             reasons.append(
                 "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too"
             )
-        if flags.enable_torch_compile:
-            reasons.append("--enable-torch-compile: it would compile layers without the cross layers before them")
     if latents:
         reasons += [reason for reason, applies in _unfit_latents(runner).items() if applies]
     return [*reasons, *unfit_layers(runner.model, recurrence is not None, latents)] or _unfit_pools(runner)
@@ -239,17 +254,11 @@ def kv_scales(layer: Any) -> tuple[float, float]:
 
 def _unfit_latents(runner: Any) -> dict[str, bool]:
     """Reasons in how a model with attention over latents is run, each with whether it applies."""
-    flags = flags_of(runner.server_args)
     return {
-        "--attention-backend flashinfer: it expands the latents of prompts without a cached prefix, which those with "
-        "chunks cannot have; --flashinfer-mla-disable-ragged has it read them": (
-            "flashinfer" in attention_backends(runner.server_args) and not flags.flashinfer_mla_disable_ragged
-        ),
         "MLA in an fp8 cache: not tested": runner.kv_cache_dtype != runner.dtype,
         "--max-running-requests 1 with MLA: SGLang's attention has no room for a chunk behind a preamble": (
             runner.req_to_token_pool.size < 2
         ),
-        "--enable-mixed-chunk with MLA: SGLang's attention may not have room for all pieces": flags.enable_mixed_chunk,
     }
 
 
