@@ -82,6 +82,10 @@ COMB = {
     "model_type": "combllama",
     "cross_attention_layers": [0],
 }
+STORAGE = [
+    *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+    "--hicache-storage-backend-extra-config",
+]
 DRAFTING = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 """With these drafts are a chain, as linked rows want it."""
 
@@ -97,6 +101,7 @@ DRAFTING = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--
         ({}, ["--speculative-algorithm", "EAGLE3", *DRAFTING], "SGLang has its kernels for GPUs alone"),
         ({}, ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"], "kernels for GPUs alone"),
         (COMB, ["--enable-torch-compile"], "without the cross layers before them"),
+        ({}, [*STORAGE, '{"prefetch_timeout_max": "5 s"}'], "prefetch_timeout_max must be a number, got '5 s'"),
         ({}, ["--enable-lora"], "you need to specify both --max-lora-rank and --lora-target-modules"),
         ({}, ["--retraction-policy", "priority"], "requires --enable-priority-scheduling"),
     ],

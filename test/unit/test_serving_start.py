@@ -127,6 +127,7 @@ def test_all_reasons_are_reported_together(monkeypatch):
         resolve_once=lambda: None,
         check_server_args=lambda: None,
         speculative_algorithm=None,
+        hicache_storage_backend=None,
     )
     with pytest.raises(Unfit, match="a flag\n.*a model\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         flag_checks.check_start(LazyConfig(kernels="cuda"), args)
@@ -157,6 +158,7 @@ def no_start(monkeypatch):
         resolve_once=lambda: None,
         check_server_args=lambda: None,
         speculative_algorithm=None,
+        hicache_storage_backend=None,
     )
     monkeypatch.setattr(flag_checks, "model_config_of", lambda args: SimpleNamespace(vocab_size=400))
     monkeypatch.setattr(selftest, "of_engine", lambda engine: None)

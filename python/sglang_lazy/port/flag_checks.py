@@ -15,6 +15,7 @@ from sglang_lazy.core.policy import refusal
 from sglang_lazy.core.supported import Unfit
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import cpu
+from sglang_lazy.port.cache.storage import extra_config
 from sglang_lazy.port.facts import flags_of
 from sglang_lazy.port.model.compat import known_traits, unfit_config, unfit_draft, unfit_flags, unfit_together
 from sglang_lazy.port.model.recurrent import unfit_states
@@ -63,6 +64,8 @@ def check_start(config: LazyConfig, args: ServerArgs, in_process: bool = False) 
     kernels = jit.missing(torch.device(flags.device)) if config.kernels == "cuda" else None
     if reasons := unfit_flags(args) + model + ([f"--lazy-kernels cuda: {kernels}"] if kernels else []):
         raise Unfit(reasons)
+    if flags.hicache_storage_backend is not None:
+        extra_config(flags)
 
 
 def _unfit_default(config: LazyConfig, args: ServerArgs) -> str | None:

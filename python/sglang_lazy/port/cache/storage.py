@@ -134,7 +134,7 @@ def connect_storage(
     Raises ValueError if the backend's own configuration is wrong, and whatever the backend raises.
     """
     flags, state_memory = flags_of(runners[0].server_args), None if host.states is None else host.states.memory
-    patience, extra = _extra_config(flags)
+    patience, extra = extra_config(flags)
     sizes = host.memory.token_bytes, 0 if state_memory is None else state_memory.token_bytes
     report = StorageReport(*sizes)
     if has_metrics:
@@ -152,9 +152,9 @@ def _ranks() -> dict[str, int]:
     return {"tp_rank": tp_rank(), "dp_rank": dp_rank(), **no_others}
 
 
-def _extra_config(flags: Any) -> tuple[Patience, dict[str, Any]]:
+def extra_config(flags: Any) -> tuple[Patience, dict[str, Any]]:
     """What `--hicache-storage-backend-extra-config` says of waiting, and the rest, for the backend. SGLang has no
-    `prefetch_timeout_max`."""
+    `prefetch_timeout_max`. Raises ValueError if it is not as it should be."""
     parse = HybridCacheController.parse_storage_backend_extra_config
     extra, _, base, per_ki_token, _ = parse(flags.hicache_storage_backend_extra_config)
     longest = extra.pop("prefetch_timeout_max", MAX_WAIT)
