@@ -137,12 +137,12 @@ def page() -> str:
             for target in targets
             for hook in in_order(each for each in hooks if each.role != "repair" and short(each) == target)
         ]
-        rows = [[f"`{short(hook)}`", hook.kind.lower(), hook.role, hook.why, f"`{module_of(hook)}`"] for hook in found]
-        lines += [f"## {step}", "", *table("SGLang's", "when", "role", "what for", "module", rows=rows), ""]
+        rows = [[f"`{short(hook)}`", hook.role, hook.why, f"`{module_of(hook)}`"] for hook in found]
+        lines += [f"## {step}", "", *table("SGLang's", "role", "what for", "module", rows=rows), ""]
     repairs = [hook for hook in hooks if hook.role == "repair"]
-    rows = [[f"`{short(hook)}`", hook.kind.lower(), hook.why, hook.until, f"`{module_of(hook)}`"] for hook in repairs]
+    rows = [[f"`{short(hook)}`", hook.why, hook.until, f"`{module_of(hook)}`"] for hook in repairs]
     lines += ["## Repairs", "", "A server starts without them. Some have an issue or a pull request of SGLang's.", ""]
-    lines += table("SGLang's", "when", "what for", "can go when", "module", rows=rows)
+    lines += table("SGLang's", "what for", "can go when", "module", rows=rows)
     text = "\n".join(lines) + "\n"
     return re.sub(r"sglang#(\d+)", r"[sglang#\1](https://github.com/sgl-project/sglang/issues/\1)", text)
 
