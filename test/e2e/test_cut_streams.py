@@ -71,7 +71,7 @@ class Server:
         return self.held()[1] - passes
 
     @contextlib.contextmanager
-    def slowly(self, seconds=0.05):
+    def slowly(self, seconds=0.2):
         """Long passes, so that a client finds a prompt half computed."""
         assert self.post("/slow_down", forward_sleep_time=seconds).ok
         try:
