@@ -31,7 +31,7 @@ LEAST = 90
 
 def output_of(*command: str | Path) -> str:
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or DSPy's LiteLLM fetches a list of prices
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300, env=env).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1200, env=env).stdout
 
 
 def chunks_of_prompts(url: str) -> float:
