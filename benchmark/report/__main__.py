@@ -28,7 +28,7 @@ from benchmark.report.policies import (
 )
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
-from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
+from benchmark.report.serving import chat, chat_times, decode, documents, latency, load, phases, policy_costs, traces
 from benchmark.report.speculation import acceptance
 from benchmark.report.tiers import backups, copies, loads, precomputing
 
@@ -51,6 +51,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
             policies_matches,
             policy_costs,
             equal_memory,
+            chat_times,
         )
     },
     **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},

@@ -221,6 +221,23 @@ def chat(sources: list[Path]) -> str:
     return table([*extra, *header], body)
 
 
+def chat_times(sources: list[Path]) -> str:
+    """Prompts without chunks: milliseconds to the first and the last token, and requests finished per second."""
+    rows = [row for row in serving_rows(sources) if row["workload"] == "chat" and row["phase"] == "steady"]
+    columns = {
+        "first token, p50": "ttft_ms_p50",
+        "first token, p99": "ttft_ms_p99",
+        "last token, p50": "e2e_ms_p50",
+        "last token, p99": "e2e_ms_p99",
+        "done/s": "request_throughput",
+    }
+    body = [
+        [row["contender"], rate(row), *(number(row[column]) for column in columns.values())]
+        for row in sorted(rows, key=lambda row: (row["request_rate"] or math.inf, row["contender"]))
+    ]
+    return table(["contender", "sent/s", *columns], body)
+
+
 def decode(sources: list[Path]) -> str:
     """Output tokens per second of whole batches."""
     rows = [row for source in sources for row in lines(source) if "decode_tokens_per_s" in row]

@@ -10,7 +10,7 @@ from benchmark.report.cells import number
 from benchmark.report.host_time import STEPS, references, steps
 from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.policies import policies, policies_matches
-from benchmark.report.serving import chat, latency, load, phases, policy_costs
+from benchmark.report.serving import chat, chat_times, latency, load, phases, policy_costs
 from benchmark.report.tiers import copies, precomputing
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
@@ -176,6 +176,20 @@ def test_chat(tmp_path):
     found = cells(chat([tmp_path]))
     assert [row[3] for row in found] == ["1", "1", "2"]
     assert [row[6].split()[0] for row in found] == ["+10.0", "+20.0", "+15.0"]
+
+
+def test_chat_times(tmp_path):
+    """By rate, then by contender; not those of other phases or workloads."""
+    times = {"ttft_ms_p50": 1, "ttft_ms_p99": 2, "e2e_ms_p50": 3, "e2e_ms_p99": 4, "request_throughput": 5}
+    row = {"model": "m", "workload": "chat", "phase": "steady", "contender": "lazy", "request_rate": None, **times}
+    others = [{**row, "phase": "cold"}, {**row, "workload": "agent"}]
+    found = [row, {**row, "contender": "stock", "request_rate": 20}, {**row, "request_rate": 20}, *others]
+    measured = ["1.00", "2.00", "3.00", "4.00", "5.00"]
+    assert cells(chat_times([write(tmp_path / "a", found)])) == [
+        ["lazy", "20", *measured],
+        ["stock", "20", *measured],
+        ["lazy", "all at once", *measured],
+    ]
 
 
 def test_host_time(tmp_path):
